@@ -6,13 +6,13 @@ Hydra's schema cannot list them.
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any
 
 from configs.messages import printable, shortened, shown
 from configs.options import is_file_name, is_import_path, require
-from configs.transforms import TRANSFORMS, transform_named
+from configs.transforms import TRANSFORMS, is_served, transform_named
 
 LINE_FORMATS = ("jsonl", "libsvm", "libffm")
 """Formats of text whose lines name their values (`preproc/table/line_formats.py`)."""
@@ -621,6 +621,15 @@ def transform_of(transform: Any) -> tuple[str, Any]:
     return transform, None
 
 
+def arguments_of(transform: Any, fitted: Sequence[float]) -> list[float]:
+    """Return the numbers that the functions of a transform take: of the description, or the two that are fitted."""
+    _, argument = transform_of(transform)
+    if fitted:
+        smallest, size = fitted
+        return [smallest, size or 1.0]
+    return argument if isinstance(argument, list) else [] if argument is None else [argument]
+
+
 def num_fitted(transform: Any) -> int:
     """Return how many numbers are fitted for a transform: 2 or 0."""
     return 2 * (transform_named(transform_of(transform)[0]).fits is not None)
@@ -681,13 +690,14 @@ def _check_split(split: SplitRule) -> None:
 def check_transform(where: str, transform: Any, *, imports: bool = True) -> None:
     """Raise ValueError unless a transform is one of `Numerical`; the message begins with `where`.
 
-    Without `imports` it has to be a built-in one: an untrusted description must not name modules to import.
+    Without `imports` it has to be one that servers compute: an untrusted description must not name modules to import.
     """
     single = not isinstance(transform, Mapping) or len(transform) == 1
     name, argument = transform_of(transform) if single else (None, None)
+    known = [name for name in TRANSFORMS if imports or is_served(name)]
     require(
-        isinstance(name, str) and (name in TRANSFORMS or (imports and is_import_path(name))),
-        f"{where}: got transform {shown(transform)}, want one of {', '.join(TRANSFORMS)}"
+        isinstance(name, str) and (name in known or (imports and is_import_path(name))),
+        f"{where}: got transform {shown(transform)}, want one of {', '.join(known)}"
         + ", or package.module:NAME of your own" * imports,
     )
     try:

@@ -1,8 +1,9 @@
 """Transforms of the numericals of a table: the built-in ones, and those of a user by `package.module:NAME`.
 
-Both engines evaluate the SQL, so it has to mean the same in DuckDB and in Spark.
+Both engines evaluate the SQL, so it has to mean the same in DuckDB and in Spark. A server computes raw values in Python.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ class Transform:
 
     # (expression, numbers) -> expression. The numbers are SQL too: the arguments, or the two that are fitted.
     sql: Callable[..., str]
+    # (values, *numbers) -> values, each a double or None. Models of data with a transform without it take no raw values.
+    python: Callable[..., list[float | None]] | None = None
     arguments: int = 0  # numbers that the description gives
     # Two numbers of the training rows: `range` (smallest, largest - smallest) or `moments` (mean, deviation). A size of
     # 0, of a column with a single value, is given as 1.
@@ -36,25 +39,44 @@ def _scaled(x: str, first: str, size: str) -> str:
     return f"((({x}) - {first}) / {size})"
 
 
+def _python_scaled(values: list[float | None], first: float, size: float) -> list[float | None]:
+    return [None if x is None else (x - first) / size for x in values]
+
+
 TRANSFORMS = {
-    "fill": Transform(sql=lambda x, value: f"coalesce({x}, {value})", arguments=1),
+    "fill": Transform(
+        sql=lambda x, value: f"coalesce({x}, {value})",
+        python=lambda values, value: [value if x is None else x for x in values],
+        arguments=1,
+    ),
     # Without the case, least and greatest would ignore a missing value.
     "clip": Transform(
         sql=lambda x, low, high: (
             f"(CASE WHEN {x} IS NOT NULL THEN least(greatest({x}, {low}), {high}) END)"
         ),
+        python=lambda values, low, high: [
+            None if x is None else min(max(x, low), high) for x in values
+        ],
         arguments=2,
         counts="clipped",
     ),
     "log": Transform(
         sql=lambda x, shift: f"(CASE WHEN ({x}) + {shift} > 0 THEN ln(({x}) + {shift}) END)",
+        python=lambda values, shift: [
+            None if x is None or not x + shift > 0 else math.log(x + shift) for x in values
+        ],
         arguments=1,
         counts="emptied",
     ),
-    "minmax": Transform(sql=_scaled, fits="range"),
-    "standardise": Transform(sql=_scaled, fits="moments"),
+    "minmax": Transform(sql=_scaled, python=_python_scaled, fits="range"),
+    "standardise": Transform(sql=_scaled, python=_python_scaled, fits="moments"),
 }
-"""The built-in ones, which `serving/inference/raw_values.py` has in Python too, for raw values."""
+"""The built-in ones."""
+
+
+def is_served(name: str) -> bool:
+    """Return whether a server computes a transform of raw values: a built-in one, since it imports no module of a user."""
+    return name in TRANSFORMS and TRANSFORMS[name].python is not None
 
 
 def transform_named(name: str) -> Transform:

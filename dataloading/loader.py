@@ -34,6 +34,9 @@ RAGGED_READERS = 8
 """Ragged rows take two to three times as long to read: with four readers, the step of one H200 waited for them."""
 RUNS_OF_RANK = 64
 """Runs of rows that a rank gets where batches are balanced. More take longer to deal, and part rows that share events."""
+SPREAD_STEPS = 16
+"""Batches that are read to measure what batches of events ask for."""
+GOLDEN = (5**0.5 - 1) / 2
 SLOTS_IN_USE = 2
 """Slots beyond the batches read ahead: one for the batch in use, one that the device may still copy from."""
 
@@ -187,6 +190,19 @@ class Loader:
         rows = self.batch_size // self.world_size
         most = max(rows // RUNS_OF_RANK, 1)
         return next(size for size in range(most, 0, -1) if rows % size == 0)
+
+    def spread_steps(self) -> list[int]:
+        """Return steps of full batches, spread over an epoch, that tell together what a batch asks for.
+
+        None for rows without events, of which any batch tells it, for raw keys, which are admitted in the order of the steps,
+        and for rows that grow.
+        """
+        num_full = self.num_rows // self.batch_size
+        has_events = self.source.spec.sequences and not self.source.grows(self.split)
+        if self._dynamic or not has_events or not num_full:
+            return []
+        # At no constant distance: windows of a log may have the same users at the same places.
+        return sorted({int(number * GOLDEN % 1 * num_full) for number in range(SPREAD_STEPS)})
 
     def _shuffle(self, step: int) -> Shuffle | None:
         """Return the order of the epoch of `step`; None for that on disk."""

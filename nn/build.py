@@ -37,8 +37,8 @@ from nn.layers.initialization import initialise_dense
 from nn.models.registry import build_dense, declared_tables
 from nn.models.tasks import tasks_of_run
 from nn.planning.disk_room import check_disk, disk_need
-from nn.planning.first_batch import with_rows_of_first_batch
 from nn.planning.host_tables import read_ahead_bytes, with_expected_fetches
+from nn.planning.measured_rows import with_measured_rows
 from nn.planning.plan import Hardware, TablePlan
 from nn.planning.planner import plan_tables
 from nn.planning.table_sizes import weight_bytes_of
@@ -228,13 +228,13 @@ def checked_plan(
 ) -> tuple[TieredPlan, list[TablePlan], str | None]:
     """Plan the sharding of the tables, and check the disk of those on disk, if it is here; ValueError: it has too little room.
 
-    A plan of training has the rows of its first batch. Returns the plan in both forms, and what `sharding.disk_path` has room
+    A plan of training has the rows of some batches. Returns the plan in both forms, and what `sharding.disk_path` has room
     for, as one line; None without tables on disk.
     """
     plan, tables = build_plan(config, source, hardware)
     declared = _declared_tables(config, source)
     if config.mode in (Mode.train, Mode.plan):
-        tables = with_rows_of_first_batch(tables, declared, config, source, TRAIN_SPLIT, hardware)
+        tables = with_measured_rows(tables, declared, config, source, TRAIN_SPLIT, hardware)
     in_node = hardware.local_table_ranks
     filled = {
         table.name: table.num_embeddings * table.embedding_dim * weight_bytes_of(table)

@@ -25,9 +25,11 @@ from nn.checkpoint.directory import (
     CHECKPOINTS,
     NewerFormatError,
     UnreadableError,
+    clear,
     find_damage,
     list_checkpoints,
     mark_damaged,
+    prune,
     read_facts,
     step_of,
 )
@@ -79,6 +81,11 @@ class ResumePoint:
         return self.facts.get("num_steps", 0)
 
     @property
+    def loop(self) -> dict[str, Any]:
+        """The state of the training loop, in a checkpoint of this run."""
+        return self.facts["trainer"]
+
+    @property
     def checkpoint(self) -> Path:
         assert self.path is not None, "the run does not start from a checkpoint"
         return self.path
@@ -92,21 +99,31 @@ def named_resume_point(config: Config, source: Source) -> ResumePoint:
 
 
 def own_resume_point(
-    config: Config, source: Source, ranks: Ranks, logger: Logger
-) -> ResumePoint | None:
-    """Find the checkpoint of its own that a run resumes from; all ranks must call it, and raise ValueError if it is another's."""
-    start = ResumePoint()
+    config: Config, source: Source, ranks: Ranks, logger: Logger, named: ResumePoint
+) -> ResumePoint:
+    """Find the checkpoint of its own that a run resumes from, without one return `named`, that of `named_resume_point`.
+
+    All ranks must call it, and raise ValueError if the checkpoint is another run's.
+    """
     if ranks.run_on_rank0(lambda: _has_own_checkpoint(config)):
         start = _latest_intact(config, model_spec(config, source), ranks, HostChannel(), logger)
-    if start.is_continuation:
-        return start
+        if start.is_continuation:
+            return start
     if config.day is not None and config.mode is Mode.train:
         raise ValueError(
             f"day=next continues the run in run_dir={config.run_dir}, which has no checkpoint; train its first day "
             "without day=next, or set run_dir to that of the run"
         )
     # If all of its own checkpoints are damaged, the run starts as it did the first time.
-    return _named_start(config, source)
+    return _named_start(config, source) if named.path is None else named
+
+
+def tidy(directory: Path, start: ResumePoint, keep: int) -> None:
+    """Remove what the previous start left in the directory of checkpoints, and those older than the latest `keep`."""
+    clear(directory, start.num_steps if start.is_continuation else 0)
+    if start.is_continuation:
+        # Now, not after the next save: the user may have lowered checkpoint.keep because the disk is full.
+        prune(directory, start.num_steps, keep, start.loop["best_step"])
 
 
 def finished_run(
@@ -127,7 +144,7 @@ def finished_run(
             # That of the step of its latest checkpoint.
             if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
                 return False
-            loop = start.facts["trainer"]
+            loop = start.loop
             evals = loop["evals_since_best"]
             reason = early_stop(config, loop["test"], start.num_steps, evals)
             return start.num_steps >= last_step or reason is not None
@@ -172,7 +189,7 @@ def kept_records(run_dir: Path, start: ResumePoint, logger: Logger) -> KeptRecor
     """Return the records that a run keeps, None for one that starts from nothing; only rank 0 may call it."""
     if not start.is_continuation:
         return None
-    last_record, day = start.facts["trainer"]["last_record"], start.day
+    last_record, day = start.loop["last_record"], start.day
     kept = records_until(
         run_dir / METRICS, start.num_steps, last_record, day.number, is_new_day=day.is_new
     )

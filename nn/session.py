@@ -32,7 +32,7 @@ from nn.build import (
     model_spec,
     without_a_node,
 )
-from nn.checkpoint.directory import CHECKPOINTS, clear, prune
+from nn.checkpoint.directory import CHECKPOINTS
 from nn.checkpoint.mirror import catch_up
 from nn.checks import check_run, count, open_checked
 from nn.distributed.errors import DivergedError, EndOfRunError, RankError, SharedError
@@ -62,6 +62,7 @@ from nn.resume import (
     load,
     named_resume_point,
     own_resume_point,
+    tidy,
 )
 from nn.training.dense_optimizer import dense_rule
 from nn.training.evaluator import Evaluator
@@ -161,7 +162,7 @@ def open_session(
         stack.enter_context(report_lost_rank(ranks))
         lock = stack.enter_context(RunLock(logger))
         ranks.run_on_rank0(partial(_take_run_directory, config, lock, logger))
-        start = _own_start(config, source, ranks, logger) or start
+        start = _own_start(config, source, ranks, logger, start)
         finished = finished_run(config, loaders.train, ranks, start)
         if finished is not None:
             ranks.run_on_rank0(lambda: _complete_results(config, start, logger))
@@ -201,13 +202,24 @@ def open_session(
                 yield session
 
 
-def _own_start(config: Config, source: Source, ranks: Ranks, logger: Logger) -> ResumePoint | None:
-    """Find the checkpoint of its own that a run resumes from; a stream takes the parts that it has trained until then."""
-    start = own_resume_point(config, source, ranks, logger)
-    if start is not None and start.is_continuation and isinstance(source, StreamSource):
+def _own_start(
+    config: Config, source: Source, ranks: Ranks, logger: Logger, named: ResumePoint
+) -> ResumePoint:
+    """Find the point that a run starts from; a stream takes the parts that were trained until then.
+
+    Raises ValueError: the rows that were trained are not those of a stream.
+    """
+    start = own_resume_point(config, source, ranks, logger, named)
+    if start.is_continuation and isinstance(source, StreamSource):
         rows = start.day.position(start.num_steps) * config.train.batch_size
-        for facts in start.facts["trainer"]["parts"]:
+        for facts in start.loop.get("parts", []):
             source.append(Part(**facts), rows)
+        if rows > source.known_rows:
+            raise ValueError(
+                f"run_dir={config.run_dir} has trained {rows:,} rows without data.watch_dir, and {config.data.path} has "
+                f"{source.known_rows:,}: its last batch or epoch goes beyond them, and a stream has every row once. Set another "
+                f"run_dir, with checkpoint.restore={start.path} to start from this run's model"
+            )
     return start
 
 
@@ -281,10 +293,7 @@ def _complete_results(config: Config, start: ResumePoint, logger: Logger) -> Non
     if config.log.pictures:
         draw_missing_pictures(Path(config.run_dir), logger)
     if start.is_continuation and config.checkpoint.save:
-        directory = Path(config.run_dir) / CHECKPOINTS
-        clear(directory, start.num_steps)
-        best_step = start.facts["trainer"]["best_step"]
-        prune(directory, start.num_steps, config.checkpoint.keep, best_step)
+        tidy(Path(config.run_dir) / CHECKPOINTS, start, config.checkpoint.keep)
 
 
 def _environment(

@@ -32,6 +32,7 @@ from dataloading.dataset.durable_files import (
     sync_directory,
     write_synced,
 )
+from nn.checkpoint.holes import crc32_of, stored_pages
 from nn.checkpoint.run_facts import check_facts
 from nn.checkpoint.tensor_index import (
     CHECKSUM_BYTES,
@@ -250,9 +251,13 @@ def _damage_of_block(block: tuple[Chunk, str, str, int, int]) -> str | None:
     with _reading(chunk.file), open_regular(chunk.file) as stream:
         if os.fstat(stream.fileno()).st_size < end:
             return f"{chunk.file.name} is truncated ({name} ends at byte {end})"
-        data = bytearray(end - start)
-        stream.seek(start)
-        if read_into(stream, data) == len(data) and zlib.crc32(data) == crc32:
+
+        def read(first: int, last: int) -> bytearray:
+            data = bytearray(last - first)
+            stream.seek(start + first)
+            return data[: read_into(stream, data)]
+
+        if crc32_of(stored_pages(stream.fileno(), start, end - start), read) == crc32:
             return None
     return f"{chunk.file.name} is damaged ({name}, bytes {start} to {end}: the checksum differs)"
 

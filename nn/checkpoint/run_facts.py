@@ -46,6 +46,24 @@ def _mapping_to(check: Check) -> Check:
     return lambda value: isinstance(value, dict) and all(map(check, value.values()))
 
 
+def _list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _entries(checks: Mapping[str, Check], *optional: str) -> Check:
+    """Return a check for a mapping with these entries, of which it may lack the `optional` ones."""
+    return lambda value: (
+        isinstance(value, dict)
+        and checks.keys() - set(optional) <= value.keys() <= checks.keys()
+        and all(checks[name](entry) for name, entry in value.items())
+    )
+
+
+def _is_by_batch_size(value: Any) -> bool:
+    """Return whether a value has numbers of rows for batch sizes, of every group of tables and owner."""
+    return _mapping_to(_list_of(_list_of(is_count)))(value) and all(map(str.isdecimal, value))
+
+
 _CHECKS: dict[str, tuple[Check, str]] = {
     "format_version": (is_count, "a number"),
     "num_steps": (is_count, "a number of steps"),
@@ -62,10 +80,7 @@ _CHECKS: dict[str, tuple[Check, str]] = {
     ),
     "trainer": (_of(dict), "the state of the training loop"),
     DAY_FACTS: (_of(dict), "the day of the run"),
-    FORGOTTEN: (
-        _mapping_to(lambda value: isinstance(value, list) and all(map(is_count, value))),
-        "numbers of rows",
-    ),
+    FORGOTTEN: (_mapping_to(_list_of(is_count)), "numbers of rows"),
 }
 _DAY: dict[str, tuple[Check, str]] = {
     "number": (is_count, "the number of a day"),
@@ -73,26 +88,34 @@ _DAY: dict[str, tuple[Check, str]] = {
     "identity": (_or_none(_of(str)), "the identity of a fit or null"),
     "previous": (_or_none(_of(str)), "a path or null"),
 }
-_TRAINER: dict[str, tuple[Check, str]] = {
+_ROW_CAPACITY = {"shards": _of(list), "rows": _is_by_batch_size, "merged": _is_by_batch_size}
+_PART = {"name": _of(str), "rows": is_count, "identity": _or_none(_of(str)), "offsets": _of(object)}
+LOOP: dict[str, tuple[Check, str]] = {
     "loss_sum": (_is_number, "a number"),
     "loss_steps": (is_count, "a number of steps"),
-    "best_step": (_or_none(is_count), "a number of steps or null"),
+    "key_counts": (_mapping_to(is_count), "numbers of keys"),
+    "row_capacity": (_entries(_ROW_CAPACITY, "merged"), "capacities for distinct rows"),
+    "parts": (_list_of(_entries(_PART)), "the parts of a stream"),
+    "test": (_of(dict), "an evaluation"),
+    "untrained_test_auc": (_or_none(_is_number), "a number or null"),
+    "restored_test_auc": (_or_none(_is_number), "a number or null"),
     "best_metric": (_of(str), "the name of a metric"),
     "best_rows": (_of(dict), "the rows of an evaluation"),
     "best_auc": (_or_none(_is_number), "a number or null"),
-    "untrained_test_auc": (_or_none(_is_number), "a number or null"),
-    "test": (_of(dict), "an evaluation"),
-    "last_record": (_or_none(is_count), "a number of steps or null"),
-    "restored_test_auc": (_or_none(_is_number), "a number or null"),
-    "first_step": (is_count, "a number of steps"),
+    "best_step": (_or_none(is_count), "a number of steps or null"),
     "evals_since_best": (is_count, "a number of evaluations"),
-    ENDS_DAY: (_of(bool), "true or false"),
+    "last_record": (_or_none(is_count), "a number of steps or null"),
+    "first_step": (is_count, "a number of steps"),
     "other_days": (_mapping_to(_or_none(_is_number)), "metrics of other days"),
-    "key_counts": (_mapping_to(is_count), "numbers of keys"),
+    ENDS_DAY: (_of(bool), "true or false"),
 }
+"""The state of the training loop (`nn.training.loop_state`), in the order in which a checkpoint holds it."""
+
+NOT_OF_ALL = ("key_counts", "row_capacity", "parts")
+"""Its entries that only runs with raw keys, requested tables or a stream have."""
+
 _REQUIRED = ("num_steps", "feature_spec", "index_crc32", "files")
-# Only runs with raw keys count them.
-_REQUIRED_OF_TRAINER = tuple(name for name in _TRAINER if name != "key_counts")
+_REQUIRED_OF_TRAINER = tuple(name for name in LOOP if name not in NOT_OF_ALL)
 _REQUIRED_TO_RESUME = ("config", "data_files", "data_samples", "trainer")
 
 
@@ -107,7 +130,7 @@ def check_facts(facts: Mapping[str, Any]) -> None:
         if unknown:
             raise ValueError(f"{DAY_FACTS} has {shown(unknown[0])}; want {', '.join(_DAY)}")
     if "trainer" in facts:
-        _check("trainer.", facts["trainer"], _TRAINER, ())
+        _check("trainer.", facts["trainer"], LOOP, ())
         numbers = facts["trainer"].get("test", {})
         _check("trainer.test.", numbers, dict.fromkeys(numbers, (_or_none(_is_number), "a number")))
 
@@ -117,7 +140,7 @@ def check_resumable(facts: Mapping[str, Any], num_steps: int) -> None:
     if facts["num_steps"] != num_steps:
         raise ValueError(f"it is of step {facts['num_steps']}")
     _check("", facts, _CHECKS, _REQUIRED_TO_RESUME)
-    _check("trainer.", facts["trainer"], _TRAINER, _REQUIRED_OF_TRAINER)
+    _check("trainer.", facts["trainer"], LOOP, _REQUIRED_OF_TRAINER)
     data = facts["config"].get("data")
     if not isinstance(data, dict) or "path" not in data:
         raise ValueError(f"config.data is {shown(data)}; want the options of a run")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dataloading.dataset.durable_files import sync_descriptor, write_synced
+from nn.checkpoint.holes import crc32_of, stored_pages
 from nn.checkpoint.staging import in_file
 from nn.checkpoint.tensor_index import (
     CHECKSUM_BYTES,
@@ -176,17 +177,24 @@ class ArrayFile:
         return zlib.crc32(data)
 
     def write_sparse(self, block: Tensor, start: int) -> int:
-        """Write a flat block as `write`, without pages that are zero, but for its last one."""
+        """Write a flat block of a mapped file as `write`, without pages that are zero, but for its last one."""
         data = block.view(torch.uint8).numpy()
-        firsts = range(0, len(data), mmap.PAGESIZE)
-        whole = data[: len(data) // mmap.PAGESIZE * mmap.PAGESIZE]
-        is_written = np.append(whole.reshape(-1, mmap.PAGESIZE).any(axis=1), True)[: len(firsts)]
-        is_written[-1] = True
-        edges = np.flatnonzero(np.diff(is_written, prepend=False, append=False))
-        for first, end in edges.reshape(-1, 2).tolist():
-            begin = first * mmap.PAGESIZE
-            self._write(data[begin : end * mmap.PAGESIZE].data, start + begin)
-        return zlib.crc32(data.data)
+        source = os.open(str(block.untyped_storage().filename), os.O_RDONLY)
+        try:
+            stored = stored_pages(source, int(block.storage_offset()) * block.itemsize, len(data))
+        finally:
+            os.close(source)
+        for first, end in stored:
+            firsts = range(first, end, mmap.PAGESIZE)
+            whole = data[first : end - (end - first) % mmap.PAGESIZE]
+            is_written = np.append(whole.reshape(-1, mmap.PAGESIZE).any(axis=1), True)[
+                : len(firsts)
+            ]
+            is_written[-1] |= end == len(data)
+            edges = np.flatnonzero(np.diff(is_written, prepend=False, append=False))
+            for begin, stop in (first + edges.reshape(-1, 2) * mmap.PAGESIZE).tolist():
+                self._write(data[begin : min(stop, end)].data, start + begin)
+        return crc32_of(stored, lambda first, end: data[first:end])
 
     def _write(self, data: memoryview, start: int) -> None:
         written = 0

@@ -106,7 +106,7 @@ def place_lookups(
 
 @dataclass(frozen=True, slots=True)
 class SortedIds:
-    """Ids in ascending order of their rows, ready for an update; all [N]."""
+    """Ids in ascending order of their rows, ready for an update; all [K]."""
 
     keys: Tensor  # row or slot + rows of all tables before, one per id and table that it is looked up in
     order: Tensor  # position of each key before sorting

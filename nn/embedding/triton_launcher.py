@@ -122,34 +122,25 @@ class _WidthClass:
         self._counts = [sum(placed.ids.count for placed in of) for of in of_table]
         # Negative for a lookup without pooling; see `_source_of`.
         hotness = [p.lookup.hotness * (-1 if p.lookup.num_vectors > 1 else 1) for p in firsts]
-        reciprocals = [-(-(2**32) // max(abs(count), 1)) for count in hotness]
-        factors = [placed.lookup.factor for placed in firsts]
         # Two columns share their random bits, so a shard must begin at an even column.
         assert all(table.first_column % 2 == 0 for table in own)
-        width, factor = self._on_device(widths, torch.int32), self._on_device(factors)
-
-        bases = row_bases(tables)
-        slots, self._touched_start = _slots(own, [bases[p] for p in members], width)
+        numbers, bases = self._numbers(own, firsts, hotness), row_bases(tables)
+        slots, self._touched_start = _slots(own, [bases[p] for p in members], numbers["columns"])
         # Arguments of the update's kernel; a tensor has a number per table.
-        self._tables = slots | {
-            "weights": self._weights,
-            "state1": state1,
-            "state2": state2,
-            "weight_offset": weight_offset,
-            "state1_offset": state1_offset,
-            "state2_offset": state2_offset,
-            "key_base": self._on_device([key_bases[p] for p in members], torch.int64),
-            "first_keys": self._on_device(self._first_keys, torch.int64),
-            "out_column": self._on_device([p.first_column for p in firsts], torch.int64),
-            "columns": width,
-            "hotness": self._on_device(hotness, torch.int32),
-            "reciprocals": self._on_device([r % 2**32 for r in reciprocals], torch.int64),
-            "factors": factor,
-            "rounding_key": self._on_device([t.rounding_key for t in own], torch.int32),
-            "first_pair": self._on_device([t.first_column // 2 for t in own], torch.int32),
-            "first_row": self._on_device([t.first_row or 0 for t in own], torch.int64),
-            "num_rows": self._on_device([len(t.weight) for t in own], torch.int64),
-        }
+        self._tables = (
+            slots
+            | numbers
+            | {
+                "weights": self._weights,
+                "state1": state1,
+                "state2": state2,
+                "weight_offset": weight_offset,
+                "state1_offset": state1_offset,
+                "state2_offset": state2_offset,
+                "key_base": self._on_device([key_bases[p] for p in members], torch.int64),
+                "first_keys": self._on_device(self._first_keys, torch.int64),
+            }
+        )
         self._vectors = _vectors(placed_here, tables, weight_offset.tolist(), members)
         # Every address is a multiple of this number of elements, so a thread can load as many at once.
         self._align = gcd(
@@ -159,6 +150,23 @@ class _WidthClass:
             *(offset.item() % 16 or 16 for offset in torch.cat([weight_offset, *of_elements])),
         )
         self._set_constants(own, placed_here, config, hotness, sources)
+
+    def _numbers(
+        self, own: Sequence[LocalTable], firsts: Sequence[PlacedLookup], hotness: Sequence[int]
+    ) -> dict[str, Tensor]:
+        """Return the numbers of tables and of their first lookups."""
+        reciprocals = [-(-(2**32) // max(abs(count), 1)) for count in hotness]
+        return {
+            "out_column": self._on_device([p.first_column for p in firsts], torch.int64),
+            "columns": self._on_device([t.weight.shape[1] for t in own], torch.int32),
+            "hotness": self._on_device(hotness, torch.int32),
+            "reciprocals": self._on_device([r % 2**32 for r in reciprocals], torch.int64),
+            "factors": self._on_device([p.lookup.factor for p in firsts]),
+            "rounding_key": self._on_device([t.rounding_key for t in own], torch.int32),
+            "first_pair": self._on_device([t.first_column // 2 for t in own], torch.int32),
+            "first_row": self._on_device([t.first_row or 0 for t in own], torch.int64),
+            "num_rows": self._on_device([len(t.weight) for t in own], torch.int64),
+        }
 
     def _set_constants(
         self,

@@ -34,7 +34,7 @@ class SampleParts:
 
     at: JaggedPositions
     is_context: Tensor  # bool [P]
-    is_event: Tensor  # bool [P]
+    is_event: Tensor  # bool [P]; positions of no sample repeat events: sums of gradients would meet in one row otherwise
     is_candidate: Tensor  # bool [P]
     event: Tensor  # which of C events, [P]
     candidate: Tensor  # which of B * M candidates, [P]
@@ -60,14 +60,15 @@ class SampleParts:
         is_context = offsets < num_context
         is_candidate = inside & (from_end <= num_candidates)
         event = events.starts[samples] + offsets - num_context
+        first = events.starts[0]
+        used = (events.starts[-1] + events.lengths[-1] - first).clamp(min=1)
         candidate = samples * num_candidates + num_candidates - from_end
         return cls(
             at,
             is_context,
-            inside & ~is_context & ~is_candidate,
+            ~is_context & ~is_candidate,
             is_candidate,
-            # In range and all over it where a position is something else: sums of gradients would meet in one row.
-            torch.where(inside, event, position).clamp(0, capacity - 1),
+            torch.where(inside, event, first + position % used).clamp(0, capacity - 1),
             candidate.clamp(0, count * num_candidates - 1),
         )
 
@@ -196,11 +197,15 @@ class ActionVectors(nn.Module):
         is_set = (combinations[:, None] >> shifts & 1).to(self.of_bits.dtype)
         inputs = (is_set[:, :, None] * self.of_bits).flatten(1)
         vectors = self.mlp(torch.cat([inputs, self.of_candidate[None]]))
-        vectors = torch.cat([vectors, torch.zeros_like(vectors[:1])])
+        # Zeros up to a multiple of 8 rows, as tensor cores take them.
+        vectors = torch.cat([vectors, vectors.new_zeros(8 - len(vectors) % 8, vectors.shape[1])])
         chosen = parts.choose(actions, 0.0, 0.0).long()
         combination = (((chosen[:, None] & self.bits) != 0).long() << shifts).sum(1)
         combination = torch.where(parts.is_event, combination, 2**count + 1)
-        return embedding(torch.where(parts.is_candidate, 2**count, combination), vectors)
+        combination = torch.where(parts.is_candidate, 2**count, combination)
+        # A product, since torch adds up an embedding's gradients of one row by one thread a column.
+        rows = torch.arange(len(vectors), device=actions.device)
+        return (combination[:, None] == rows).to(vectors.dtype) @ vectors
 
 
 class ContextVectors(nn.Module):
@@ -261,10 +266,16 @@ class PositionVectors(nn.Module):
     ) -> Tensor:
         """Return [P, D]. `seconds`: from each position to the query, [P]."""
         index = position_index(at, num_context, num_candidates, len(self.positions))
-        vectors = embedding(index, self.positions)
+        vectors = embedding(spread_rows(index, at, self.positions), self.positions)
         if self.times is None:
             return vectors
-        return vectors + embedding(time_index(seconds, len(self.times) - 1), self.times)
+        bucket = time_index(seconds, len(self.times) - 1)
+        return vectors + embedding(spread_rows(bucket, at, self.times), self.times)
+
+
+def spread_rows(index: Tensor, at: JaggedPositions, table: Tensor) -> Tensor:
+    """Return rows of a table, [P], with any where a position belongs to no sample: sums of gradients would meet in one."""
+    return torch.where(at.is_inside, index, at.offsets % len(table))
 
 
 def position_index(at: JaggedPositions, num_context: int, num_candidates: int, rows: int) -> Tensor:

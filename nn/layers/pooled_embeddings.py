@@ -21,7 +21,7 @@ from nn.ops.table_rows import TableRows
 
 @dataclass(frozen=True, slots=True)
 class PooledEmbeddings:
-    """Embeddings [B, F, D] in any layout."""
+    """Embeddings of a batch in any layout, and the rows and sequences that tables hand out."""
 
     layout: EmbeddingLayout  # of the values in memory
     # returns the values as one flat tensor, once; given True, it is memory that the caller fills from `table_rows`

@@ -21,14 +21,15 @@ from nn.distributed.process_group import process_rank
 from nn.early_checks import check_inputs
 from nn.library.named_tensors import named_tensors
 from nn.library_warnings import quiet_libraries
-from nn.modes.train import finish_training, finishes_writing, open_training
+from nn.modes.finish import finish_training, finishes_writing
+from nn.modes.train import open_training
 from nn.observability.console import make_console
 from nn.observability.mlperf_log import now_ms
 from nn.observability.run_directory import RESULT_STEP
 from nn.observers.observer import Observer
 from nn.session import Session, open_session
 from nn.training.prefetch import Prefetcher
-from nn.training.trainer import Saving, Trainer
+from nn.training.trainer import Trainer
 from nn.versions import require_stack
 
 NOT_OPEN = "the training is not open; write `with Training(config) as training:`"
@@ -69,7 +70,7 @@ class Training:
             for number, observer in enumerate(observers)
         }
         self._stack = ExitStack()
-        self._opened: tuple[Session, Trainer, Saving | None] | None = None
+        self._opened: tuple[Session, Trainer] | None = None
         self._prefetcher: Prefetcher | None = None
         self._is_finished = False
 
@@ -90,11 +91,9 @@ class Training:
                     f"run_dir={config.run_dir} holds the complete run already; set another run_dir, or raise train.epochs or "
                     "train.max_steps"
                 )
-            trainer, saving = stack.enter_context(
-                open_training(session, started_ms, self._observers)
-            )
+            trainer = stack.enter_context(open_training(session, started_ms, self._observers))
             stack.enter_context(finishes_writing(trainer, session.ranks))
-            self._opened = session, trainer, saving
+            self._opened = session, trainer
             self._stack = stack.pop_all()
         return self
 
@@ -158,7 +157,7 @@ class Training:
         Raises ValueError: all steps are done, or `finish` was called. Raises DivergedError: the loss is not finite; nothing
         was updated. Raises StoppedError: a signal stopped the run, after a checkpoint.
         """
-        session, trainer, _ = self._at_work()
+        session, trainer = self._at_work()
         if trainer.num_steps >= trainer.last_step:
             raise ValueError(
                 f"all {trainer.last_step:,} steps are done; raise train.epochs or train.max_steps"
@@ -177,7 +176,7 @@ class Training:
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on `eval.split`, write the record, and return it, such as `test_auc` and `test_log_loss`."""
-        _, trainer, _ = self._at_work()
+        _, trainer = self._at_work()
         return trainer.evaluate() if self._prefetcher is None else trainer.evaluate_between_steps()
 
     def save(self) -> Path:
@@ -185,11 +184,11 @@ class Training:
 
         Raises ValueError: the run saves none. Raises OSError: it could not be written.
         """
-        session, trainer, saving = self._at_work()
+        session, trainer = self._at_work()
         self._started()
         trainer.save()
-        assert saving is not None, "checked by the trainer"
-        problem = saving.manager.wait()
+        assert trainer.saving is not None, "checked by the trainer"
+        problem = trainer.saving.manager.wait()
         if problem is not None:
             raise OSError(problem)
         return session.recorder.run_dir / CHECKPOINTS / f"step_{trainer.num_steps}"
@@ -199,22 +198,22 @@ class Training:
 
         Raises ValueError: `step` or `save` was called before.
         """
-        session, trainer, saving = self._at_work()
+        session, trainer = self._at_work()
         if self._prefetcher is not None:
             raise ValueError(
                 "steps were trained one by one; call step() for the others, or train() alone"
             )
         self._is_finished = True
         trainer.train()
-        return self._finished(session, trainer, saving)
+        return self._finished(session, trainer)
 
     def finish(self) -> dict[str, Any]:
         """Save the last checkpoint, draw the curves, write summary.json, and return its content; the last call."""
-        session, trainer, saving = self._at_work()
+        session, trainer = self._at_work()
         prefetcher = self._started()
         self._is_finished = True
         trainer.end(prefetcher)
-        summary = self._finished(session, trainer, saving)
+        summary = self._finished(session, trainer)
         if not trainer.state.test and RESULT_STEP not in summary:
             warnings.warn(
                 "the loop made no evaluation, so its result has no metric; call evaluate() before finish()",
@@ -229,18 +228,18 @@ class Training:
         return self._prefetcher
 
     @staticmethod
-    def _finished(session: Session, trainer: Trainer, saving: Saving | None) -> dict[str, Any]:
-        summary, problem = finish_training(session, trainer, saving)
+    def _finished(session: Session, trainer: Trainer) -> dict[str, Any]:
+        summary, problem = finish_training(session, trainer)
         if problem is not None:
             raise OSError(problem)
         return summary
 
-    def _at_work(self) -> tuple[Session, Trainer, Saving | None]:
+    def _at_work(self) -> tuple[Session, Trainer]:
         if self._is_finished:
             raise ValueError("the run is finished; open another one to train on")
         return self._open()
 
-    def _open(self) -> tuple[Session, Trainer, Saving | None]:
+    def _open(self) -> tuple[Session, Trainer]:
         if self._opened is None:
             raise ValueError(NOT_OPEN)
         return self._opened

@@ -104,7 +104,7 @@ class Model(nn.Module):
         return Activations()
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits [B] in float32."""
+        """Map numerical [B, N] and embeddings [B, T] or `PooledEmbeddings` to logits, [B] or [B, T] of T tasks, in float32."""
         raise NotImplementedError
 
     def join_inputs(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:

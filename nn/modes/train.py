@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,8 @@ from configs.messages import on_one_line
 from configs.schema import Config
 from dataloading.loader import Loader
 from dataloading.stream_source import StreamSource
-from nn.baseline import MOST_ROWS, baseline
 from nn.build import TRAIN_SPLIT, model_spec
-from nn.checkpoint.directory import CHECKPOINTS, DELTAS, clear, list_checkpoints, prune, step_of
+from nn.checkpoint.directory import CHECKPOINTS, DELTAS
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
 from nn.checkpoint.run_facts import DAY_FACTS, FORGOTTEN
@@ -23,13 +23,12 @@ from nn.checkpoint.tensor_index import read_index
 from nn.deltas.delta import chain_of
 from nn.deltas.observer import DeltaSaving
 from nn.deltas.writer import DeltaRun, DeltaWriter
-from nn.distributed.errors import DivergedError, SharedError, StoppedError
 from nn.distributed.failures import lost_rank_message
 from nn.distributed.preemption import Heartbeat, StopRequest
-from nn.distributed.process_group import Ranks
 from nn.distributed.step_watch import STACKS, StepWatch
 from nn.hypertune import hypertune_report
 from nn.modes.day_scores import DayScores
+from nn.modes.finish import finish_training, finishes_writing
 from nn.next_day import retired_rows
 from nn.observability.mlperf_log import (
     MLPERF_LOG,
@@ -41,11 +40,10 @@ from nn.observability.mlperf_log import (
 )
 from nn.observability.numerical_ranges import range_note
 from nn.observability.progress import Progress
-from nn.observability.records import UNSAVED
 from nn.observability.time_left import TimeLeft
 from nn.observers.choice import Observers, make_observers
 from nn.observers.observer import Observer
-from nn.resume import ResumePoint
+from nn.resume import ResumePoint, tidy
 from nn.session import Session, open_session
 from nn.training.evaluator import Evaluator
 from nn.training.limits import EvalSteps
@@ -62,18 +60,18 @@ def train(config: Config, config_yaml: str) -> None:
     with open_session(config, config_yaml) as session:
         if session is None:
             return
-        with open_training(session, started_ms) as (trainer, saving):
+        with open_training(session, started_ms) as trainer:
             # Called here, so that few frames lie between the command and a step.
             with finishes_writing(trainer, session.ranks):
                 trainer.train()
-            summary, problem = finish_training(session, trainer, saving)
+            summary, problem = finish_training(session, trainer)
         session.conclude(summary, problem)
 
 
 @contextmanager
 def open_training(
     session: Session, started_ms: int, observers: Mapping[str, Observer] | None = None
-) -> Iterator[tuple[Trainer, Saving | None]]:
+) -> Iterator[Trainer]:
     """Build the trainer, at the point that the run starts from, and the objects that save its state.
 
     `started_ms`: when it started, in milliseconds since the epoch.
@@ -135,8 +133,8 @@ def open_training(
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
         if start.is_continuation and not start.day.is_new and ranks.is_rank0:
-            trainer.take_rows(trainer_rows(start.checkpoint))
-        yield trainer, saving
+            trainer.records.take_rows(trainer_rows(start.checkpoint))
+        yield trainer
 
 
 def _stream(session: Session) -> StreamRows | None:
@@ -164,7 +162,7 @@ def _time_left(
 def _loop_state(start: ResumePoint) -> LoopState:
     """Return what the loop begins with: the state in a checkpoint of its own, or a new one."""
     if start.is_continuation:
-        return LoopState.of_facts(start.facts["trainer"], start.num_steps, start.day)
+        return LoopState.of_facts(start.loop, start.num_steps, start.day)
     return LoopState(
         num_steps=start.num_steps,
         first_step=start.num_steps,
@@ -269,14 +267,7 @@ def _checkpoint_manager(
     config, ranks, start = session.config, session.ranks, session.start
     directory = session.recorder.run_dir / CHECKPOINTS
 
-    def tidy() -> None:
-        clear(directory, start.num_steps if start.is_continuation else 0)
-        if start.is_continuation:
-            # Now, not after the next save: the user may have lowered checkpoint.keep because the disk is full.
-            best = start.facts["trainer"]["best_step"]
-            prune(directory, start.num_steps, config.checkpoint.keep, best)
-
-    ranks.run_on_rank0(tidy)
+    ranks.run_on_rank0(partial(tidy, directory, start, config.checkpoint.keep))
     return CheckpointManager(
         directory,
         session.step,
@@ -325,79 +316,3 @@ def _delta_saving(
         for table, retired in retired_rows(config, session.source.spec).items():
             writer.retire(table, retired)
     return DeltaSaving(writer, config.checkpoint.delta_every, heartbeat)
-
-
-@contextmanager
-def finishes_writing(trainer: Trainer, ranks: Ranks) -> Iterator[None]:
-    """After an error, wait for the files that are being written."""
-    try:
-        yield
-    except BaseException as error:
-        # If all ranks have this error, the checkpoint will be complete; if not, waiting for the others may never end.
-        is_shared = isinstance(error, DivergedError | SharedError | StoppedError)
-        if is_shared or ranks.world_size == 1:
-            trainer.finish_files()
-        raise
-
-
-def finish_training(
-    session: Session, trainer: Trainer, saving: Saving | None
-) -> tuple[dict[str, Any], str | None]:
-    """Save the last checkpoint, and record the result.
-
-    Returns the summary, and why that checkpoint could not be written, or None.
-    """
-    ranks, problem = session.ranks, None
-    if saving is not None:
-        if not trainer.is_saved:
-            trainer.save(is_last=True)
-        problem = saving.manager.wait()
-    summary = trainer.conclude()
-    summary["teacher_auc"] = session.teacher_auc
-    summary[UNSAVED] = problem
-    if session.step.tables.has_disk_tables:
-        stored, full = session.step.tables.disk_bytes()
-        summary["tier_disk_peak_bytes"] = stored
-        if ranks.is_rank0:
-            session.logger.info(
-                f"tables on disk: {stored / 2**30:,.3f} GiB at their peak, {full / 2**30:,.3f} GiB with all rows"
-            )
-
-    def finish() -> None:
-        summary.update(_baseline(session, summary))
-        best = summary["best_step"]
-        steps = [step_of(path) for path in list_checkpoints(session.recorder.run_dir / CHECKPOINTS)]
-        summary["checkpoint"] = f"{CHECKPOINTS}/step_{steps[0]}" if steps else None
-        summary["best_checkpoint"] = f"{CHECKPOINTS}/step_{best}" if best in steps else None
-        session.recorder.finish(summary, pictures=session.config.log.pictures)
-
-    # The summary comes last: a run that is killed before it has not finished.
-    ranks.run_on_rank0(finish)
-    if problem is None:
-        return summary, None
-    latest = ranks.broadcast_object(summary.get("checkpoint"))
-    return summary, (
-        f"the checkpoint could not be written below {session.recorder.run_dir / CHECKPOINTS}: {problem}; the run's other "
-        "results are there. Free some space and rerun the same command, which trains "
-        f"{'from the start' if latest is None else f'from {latest}'} again, or set checkpoint.save=false"
-    )
-
-
-def _baseline(session: Session, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of the baseline that `eval.baseline` asks for, or that a small dataset has without; else nothing."""
-    config, source = session.config, session.source
-    rows = source.num_rows(TRAIN_SPLIT) + source.num_rows(config.eval.split)
-    is_small = config.data.path is not None and rows <= MOST_ROWS and not session.start.day.number
-    if not (is_small if config.eval.baseline is None else config.eval.baseline):
-        return {}
-    num_test, num_trained = summary["test_rows"] or 0, summary["steps"] * config.train.batch_size
-    if num_test > MOST_ROWS:
-        session.logger.info(
-            f"note: no baseline: {num_test:,} rows were evaluated, and it is for at most {MOST_ROWS:,}"
-        )
-        return {}
-    try:
-        return baseline(source, session.step.tasks, config.eval.split, num_test, num_trained)
-    except Exception as error:  # the result of a complete training is not lost with it
-        session.logger.warning(f"no baseline: {error!r}")
-        return {}

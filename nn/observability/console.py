@@ -24,6 +24,7 @@ from nn.observability.records import baseline_text
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     LAST_AUC,
+    LAUNCHED,
     RESTORED_AUC,
     RESULT_STEP,
     UNTRAINED_AUC,
@@ -135,6 +136,10 @@ def print_summary(
     if summary["samples_per_s"] is not None:
         step_ms = shown_number(summary["step_ms"], ".1f")
         lines["speed"] = f"{shown_speed(summary)}, {step_ms} ms/step, {summary['steps']:,} steps"
+    if summary.get(LAUNCHED):
+        lines["launched"] = (
+            f"{summary[LAUNCHED]:,} steps operation by operation, without CUDA graph"
+        )
     if summary["peak_hbm_bytes"] is not None:
         lines["GPU memory"] = f"{summary['peak_hbm_bytes'] / GIB:,.1f} GiB at its peak"
     if summary.get("checkpoint") not in (None, summary.get("best_checkpoint")):

@@ -73,6 +73,9 @@ RESULT_STEP = "result_step"
 LAST_AUC = "last_test_auc"
 """Keys of a summary whose metrics are those of a final evaluation: steps of its model, and the AUC of the last one before."""
 
+LAUNCHED = "launched_steps"
+"""Key of a summary: steps of this start that were launched operation by operation, and not as a CUDA graph."""
+
 SUMMARY_KEYS = ("steps", "samples_per_s", "step_ms", "peak_hbm_bytes")
 """Keys of every summary, beside those of the metrics."""
 

@@ -59,7 +59,7 @@ class Loop(Protocol):
 
 
 class Trained(Protocol):
-    """A step that was trained: `loss` is the mean over the global batch, `logits` are this rank's [B]."""
+    """A step that was trained: `loss` is the mean over the global batch, `logits` are this rank's, [B] or [B, T]."""
 
     @property
     def loss(self) -> float:

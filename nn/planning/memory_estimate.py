@@ -97,8 +97,7 @@ def plan_memory(
     # Vectors of which each rank computes a part.
     partial_columns = round(sum(x.num_vectors * x.embedding_dim for x in others if x.is_row_wise))
     partial_bytes = batch * group_size * partial_columns * sent_bytes
-    widest = max((sum(layer) for layer in model.linear_layers()), default=0)
-    forward_columns = widest + model.activations().forward_columns
+    forward_bytes = _forward_values(config, model, batch, eval_batch) * activation_bytes
     works = [_work_of(rank, others, features, global_batch, batch) for rank in range(group_size)]
     in_hops = config.sharding.two_hops * _between_hops(local, works, sent_bytes)
     memories = []
@@ -125,8 +124,7 @@ def plan_memory(
                 update=work.keys * SORTED_KEY_BYTES
                 + work.update_bytes
                 + sum(asked.key_bytes(rank) for asked in requests),
-                evaluation=(eval_batch != batch) * evaluation
-                + max(forward_columns * eval_batch * activation_bytes - dense_pass, 0),
+                evaluation=(eval_batch != batch) * evaluation + max(forward_bytes - dense_pass, 0),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,
             )
         )
@@ -204,7 +202,7 @@ def requests_of(
     """Return the tables whose rows are asked for, with their expected capacity, for `batch` rows of a rank or those of training.
 
     How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it, unless the
-    plan has the rows of a first batch.
+    plan has those of measured batches.
     """
     batch = config.train.batch_size // world_size if batch is None else batch
     group_size = config.sharding.group_size or world_size
@@ -454,6 +452,14 @@ def _dense_pass(
     of_chunk += 0 if is_alone else chunk * embedding_bytes
     # The gradients of all vectors are kept until the last chunk, and are checked together under fp16.
     return local + of_rows.sums + max(of_chunk, _checked_bytes(config, local))
+
+
+def _forward_values(config: Config, model: Model, batch: int, eval_batch: int) -> int:
+    """Return the values of an evaluation's forward pass over the rows that it takes at once: all, or a chunk of training."""
+    chunk = -(-batch // config.train.accumulate)
+    rows = eval_batch if chunk == batch else min(eval_batch, chunk)
+    widest = max((sum(layer) for layer in model.linear_layers()), default=0)
+    return rows * (widest + model.activations().forward_columns)
 
 
 def _pass_over(

@@ -38,7 +38,7 @@ class TablePlan:
     memories: int = 1
     # what the ranks of the samples get of it: `vectors`, or the distinct `rows` of a batch
     exchange: str = "vectors"
-    # distinct rows that a rank's first batch asks of each owner; empty where they are estimated
+    # distinct rows that measured batches of a rank ask of each owner (`most_expected`); empty where they are estimated
     batch_rows: tuple[int, ...] = ()
     # the same of all ranks of a group, where there are several groups of several ranks
     group_rows: tuple[int, ...] = ()

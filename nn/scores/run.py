@@ -37,7 +37,7 @@ from nn.scores.request import output_path, shown_output
 from nn.scores.rows import SplitRows
 from nn.scores.streamed_rows import RawRows, StreamedRows
 from nn.scores.terminal import RowProgress
-from nn.training.prediction_pass import predictions
+from nn.training.evaluator import predictions
 from nn.training.train_step import TrainStep
 
 Rows = SplitRows | StreamedRows

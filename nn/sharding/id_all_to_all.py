@@ -2,8 +2,7 @@
 
 Each rank is sent the same number of ids of each table in every full batch: those of a ragged feature are filled up to its
 capacity, and followed by the lengths of its rows. So the order of sending and the order after arrival are two index
-tensors, made once. TorchRec's `input_dist` sends the lengths first, and the host
-waits for them in every step.
+tensors, made once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -87,6 +86,7 @@ class CapturedIdAllToAll:
         results: list[tuple[LocalIds, Tensor | None]] = []
 
         def exchange(ids: Tensor) -> tuple[Tensor, ...]:
+            # After the capture its tensors are the graph's.
             results[:] = [send(ids)]
             return results[0][0].tensors
 

@@ -10,13 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from configs.schema import OptimizerConfig
 from dataloading.dataset.batch_layout import NO_ID
 from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.id_blocks import IdBlock
-from nn.embedding.local_tables import LocalTable, SortedIds, UpdateScalars, addition_scalars
-from nn.embedding.optimizer import ADDITION
-from nn.sharding.placement import BLOCK, BY_NUMBER, RankTables
+from nn.embedding.local_tables import LocalTable, SortedIds
+from nn.sharding.placement import BY_NUMBER, RankTables, rows_block
 
 # N: rows that the ranks of a group ask of this one, M: distinct ones that it has capacity for, D: columns
 
@@ -29,21 +26,8 @@ def distinct_keys(keys: Tensor, no_key: int) -> tuple[Tensor, Tensor, Tensor]:
     return keys, order, is_first.cumsum(0, dtype=torch.int64)
 
 
-def bags_by_number(
-    table: LocalTable,
-    count: int,
-    config: OptimizerConfig,
-    scalars: UpdateScalars,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LocalEmbeddingBags:
-    """Return what looks up and updates `count` rows of a table by their numbers."""
-    block = {BLOCK: IdBlock(0, count, count)}
-    return LocalEmbeddingBags([table], block, count, config, scalars, dtype, device)
-
-
 class RowSums:
-    """Sums of the gradients of each row, for the lookups of `bags_of(sums)`; evaluation does not need their memory."""
+    """Sums of the gradients of each row: bags `bags_of(sums)` that add, with rate -1. Evaluation does not need their memory."""
 
     def __init__(
         self,
@@ -83,14 +67,12 @@ class MergedRows:
         self, tables: RankTables, num_asked: int, num_rows: int, capacity: int, columns: int
     ) -> None:
         self._no_row, self._capacity = num_rows, capacity
-        device = tables.ranks.device
 
         def bags_of(sums: Tensor) -> LocalEmbeddingBags:
             table = LocalTable(BY_NUMBER, sums, {}, first_row=0)
-            scalars = addition_scalars(device)
-            return bags_by_number(table, num_asked, ADDITION, scalars, tables.dtype, device)
+            return tables.adding_bags([table], rows_block(num_asked), num_asked)
 
-        self._sums = RowSums(bags_of, torch.Size((capacity, columns)), device)
+        self._sums = RowSums(bags_of, torch.Size((capacity, columns)), tables.ranks.device)
 
     def merge(self, asked: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the distinct rows [M], with `NO_ID` behind the last one, and the position of each asked one among them.

@@ -1,7 +1,7 @@
 """Tables per rank, and what a rank needs to look them up and update them, for any batch size."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,11 @@ from configs.schema import OptimizerConfig
 from dataloading.dataset.batch_layout import Doublings, IdCount
 from nn.distributed.all_to_all import AllToAll, OneHop, TwoHops, has_two_hops
 from nn.distributed.process_group import Ranks, open_channel
-from nn.embedding.local_tables import LocalTable, UpdateScalars
+from nn.embedding.embedding_bags import LocalEmbeddingBags
+from nn.embedding.id_blocks import IdBlock
+from nn.embedding.local_tables import LocalTable, UpdateScalars, addition_scalars
 from nn.embedding.lookups import Lookup
+from nn.embedding.optimizer import ADDITION
 from nn.embedding.touched_rows import TouchedRows
 from nn.layers.sequence_events import SequenceTables
 from nn.ops.addresses import joined
@@ -25,6 +28,11 @@ BLOCK = "rows"
 """Name of the only block of ids of requested tables on their owner."""
 BY_NUMBER = (Lookup(BLOCK, 1),)
 """What looks rows up by their numbers."""
+
+
+def rows_block(count: int) -> dict[str, IdBlock]:
+    """Return the block of `count` rows for lookups `BY_NUMBER`."""
+    return {BLOCK: IdBlock(0, count, count)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +162,27 @@ class RankTables:
     touched: TouchedRows | None = None
     tier: HostTier | None = None
 
+    def bags(
+        self, tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock], num_samples: int
+    ) -> LocalEmbeddingBags:
+        """Return what looks up tables and updates them by the optimizer."""
+        return LocalEmbeddingBags(
+            tables,
+            blocks,
+            num_samples,
+            self.config,
+            self.scalars,
+            self.dtype,
+            self.ranks.device,
+        )
+
+    def adding_bags(
+        self, tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock], num_samples: int
+    ) -> LocalEmbeddingBags:
+        """Return what looks up tables and adds gradients to them: an update with learning rate -1."""
+        adding = replace(self, config=ADDITION, scalars=addition_scalars(self.ranks.device))
+        return adding.bags(tables, blocks, num_samples)
+
 
 def place(
     tables: Sequence[PlannedTable],
@@ -176,7 +205,7 @@ def place(
         alone = table.name if table.hands_out_rows else ""
         groups.setdefault((table.shape[1], alone), []).append(table)
     return Placement(
-        [
+        owned_by_rank=[
             [
                 ColumnShard(
                     table.lookups,
@@ -190,16 +219,18 @@ def place(
             ]
             for shards in by_rank
         ],
-        [_whole(replicated[number]) for number in looked_up],
-        [_requested_tables(group, by_rank, own, tier) for group in groups.values()]
+        replicated=[_whole(replicated[number]) for number in looked_up],
+        requested=[_requested_tables(group, by_rank, own, tier) for group in groups.values()]
         + [
             _requested_replica(table, number, replicas[number])
             for number, table in enumerate(replicated)
             if table.is_requested
         ],
-        [shard.local_table(seed, tier) for shard in own if not shard.table.is_requested],
-        [LocalTable(replicated[number].lookups, replicas[number], {}) for number in looked_up],
-        looked_up,
+        owned=[shard.local_table(seed, tier) for shard in own if not shard.table.is_requested],
+        replicas=[
+            LocalTable(replicated[number].lookups, replicas[number], {}) for number in looked_up
+        ],
+        replica_numbers=looked_up,
     )
 
 
@@ -236,14 +267,16 @@ def _requested_tables(
         by_memory.setdefault(member.memory, []).append(member)
     memories = list(by_memory)
     return RequestedTables(
-        names,
-        [_whole(table) for table in tables],
-        [sorted(row_shards[name], key=lambda shard: shard.first_row) for name in names],
-        [max(shard.shard_sizes[0] for shard in table.shards) for table in tables],
-        rows_by_rank,
-        [_joined_table(shards, tier) for shards in by_memory.values()],
-        [len(member.weight) for member in members],
-        [memories.index(member.memory) for member in members],
+        names=names,
+        shards=[_whole(table) for table in tables],
+        shards_by_table=[
+            sorted(row_shards[name], key=lambda shard: shard.first_row) for name in names
+        ],
+        rows_per_shard=[max(shard.shard_sizes[0] for shard in t.shards) for t in tables],
+        rows_by_rank=rows_by_rank,
+        owned=[_joined_table(shards, tier) for shards in by_memory.values()],
+        owned_rows=[len(member.weight) for member in members],
+        memories=[memories.index(member.memory) for member in members],
         hands_out=tables[0].hands_out_rows,
     )
 
@@ -252,14 +285,14 @@ def _requested_replica(table: PlannedTable, number: int, replica: Tensor) -> Req
     """Return a replicated table, whose rows a rank asks of itself, as a group."""
     rows = len(replica)
     return RequestedTables(
-        [table.name],
-        [_whole(table)],
-        [[RowShard(0, 0, 0)]],
-        [rows],
-        [rows],
-        [LocalTable(BY_NUMBER, replica, {}, first_row=0)],
-        [rows],
-        [0],
+        names=[table.name],
+        shards=[_whole(table)],
+        shards_by_table=[[RowShard(0, 0, 0)]],
+        rows_per_shard=[rows],
+        rows_by_rank=[rows],
+        owned=[LocalTable(BY_NUMBER, replica, {}, first_row=0)],
+        owned_rows=[rows],
+        memories=[0],
         hands_out=table.hands_out_rows,
         replica=number,
     )

@@ -3,8 +3,7 @@
 from torch import Tensor
 
 from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.local_tables import LocalTable, SortedIds, addition_scalars
-from nn.embedding.optimizer import ADDITION
+from nn.embedding.local_tables import LocalTable, SortedIds
 from nn.sharding.local_ids import RequestedIds
 from nn.sharding.merged_rows import RowSums
 from nn.sharding.placement import RankTables
@@ -26,16 +25,8 @@ class PooledRows:
     def _bags_of(self, rows: Tensor) -> LocalEmbeddingBags:
         """Return what looks up, or adds to, rows [R, D] by the positions of this rank's ids."""
         lookups = tuple(lookup for of_table in self._keys.lookups for lookup in of_table)
-        device = self._tables.ranks.device
-        return LocalEmbeddingBags(
-            [LocalTable(lookups, rows, {}, first_row=0)],
-            self._keys.blocks,
-            self._batch_size,
-            ADDITION,
-            addition_scalars(device),
-            self._tables.dtype,
-            device,
-        )
+        table = LocalTable(lookups, rows, {}, first_row=0)
+        return self._tables.adding_bags([table], self._keys.blocks, self._batch_size)
 
     def look_up(self, ids: RequestedIds, out: Tensor) -> None:
         """Pool the rows of each sample; `out` [B, columns of all lookups] is overwritten."""

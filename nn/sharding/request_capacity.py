@@ -1,7 +1,8 @@
 """Capacity for the distinct rows that a batch asks of their owners: measured, with a reserve for the batches that follow."""
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,13 +18,20 @@ from nn.sharding.request_keys import RequestKeys, RowCapacity, SortedKeys
 Rows = tuple[tuple[int, ...], ...]
 """Numbers of rows of each owner, per group of requested tables."""
 RESERVE = 1.125
-"""Usual capacity, times the rows that the first batch asks for; `SPREAD` adds what small batches need."""
+"""Usual capacity, times the rows that a measured batch asks for; `SPREAD` adds what small batches need."""
 SPREAD = 6.0
+DEVIATIONS = 2.0
+"""Standard deviations of measured batches by which others may ask for more than the largest of them."""
 
 
 def capacity_for(rows: float) -> int:
     """Return the usual capacity, where a batch asks for `rows`."""
     return max(math.ceil(RESERVE * rows + SPREAD * rows**0.5), 1)
+
+
+def most_expected(rows: Sequence[int]) -> int:
+    """Return the rows that hardly a batch exceeds, where some ask for `rows`; those of a single one."""
+    return max(rows) + math.ceil(DEVIATIONS * statistics.pstdev(rows))
 
 
 class RequestCapacity:
@@ -36,13 +44,18 @@ class RequestCapacity:
         self._usual: dict[int, Capacity] = {}
 
     def usual(self, batch_size: int, ids: Tensor) -> Capacity:
-        """Return the capacity for full batches of one size: that of the first one, and a reserve."""
-        if self._channel is None:
-            return Capacity()
-        if batch_size not in self._usual:
-            requests, merged = self._counts(self._channel, batch_size, ids, (), None)
+        """Return the capacity for full batches of one size: as measured, or else by the ids of the first one."""
+        self.measure(batch_size, [ids])
+        return Capacity() if self._channel is None else self._usual[batch_size]
+
+    def measure(self, batch_size: int, batches: Iterable[Tensor]) -> None:
+        """Set the capacity for full batches of one size from the ids of some, unless it is set."""
+        if self._channel is None or batch_size in self._usual:
+            return
+        counts = [self._counts(self._channel, batch_size, ids, (), None) for ids in batches]
+        if counts:
+            requests, merged = map(_most_expected, zip(*counts, strict=True))
             self._usual[batch_size] = Capacity((), _with_reserve(requests), _with_reserve(merged))
-        return self._usual[batch_size]
 
     def facts(self) -> dict[str, Any]:
         """Return the usual capacities as a checkpoint holds them: of every batch size so far, and for which shards."""
@@ -123,6 +136,13 @@ def _most(channel: HostChannel, counts: Sequence[Sequence[int]], sizes: Sequence
     most = channel.maximum([count for part in counts for count in part])
     rows = iter([max(int(count), 1) for count in most])
     return tuple(tuple(islice(rows, size)) for size in sizes)
+
+
+def _most_expected(batches: Sequence[Rows]) -> Rows:
+    return tuple(
+        tuple(map(most_expected, zip(*of_group, strict=True)))
+        for of_group in zip(*batches, strict=True)
+    )
 
 
 def _with_reserve(rows: Rows) -> Rows:

@@ -10,7 +10,6 @@ whether it sufficed.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -18,11 +17,10 @@ from torch import Tensor
 
 from dataloading.dataset.batch_layout import NO_ID
 from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.local_tables import LocalTable, SlotRows, SortedIds, addition_scalars
-from nn.embedding.optimizer import ADDITION
+from nn.embedding.local_tables import LocalTable, SlotRows, SortedIds
 from nn.sharding.local_ids import RequestedIds
-from nn.sharding.merged_rows import MergedRows, RowSums, bags_by_number, of_asked
-from nn.sharding.placement import BY_NUMBER, RankTables, RequestedTables
+from nn.sharding.merged_rows import MergedRows, RowSums, of_asked
+from nn.sharding.placement import BY_NUMBER, RankTables, RequestedTables, rows_block
 from nn.sharding.rank_group import gradients_of_all_groups
 from nn.sharding.request_keys import RequestKeys, RowCapacity
 
@@ -36,7 +34,7 @@ class RowRequests:
     `capacity` is the rows that a rank can ask of each owner, `merged` the distinct ones that a group can, empty if owners do not
     merge them; `in_tier` has this rank's tables in host memory, and the rows that all groups can ask of them. `rows` [R + 1, D]
     are those of the batch, with zeros where an owner has no more, and in the last one, at which ids without a row point.
-    `replica_gradient` is that of a replicated table.
+    `replicated_gradients` are those of all replicated tables.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class RowRequests:
         keys: RequestKeys,
         capacity: Sequence[int],
         merged: Sequence[int],
-        replica_gradient: Tensor | None = None,
+        replicated_gradients: Sequence[Tensor],
     ) -> None:
         self._dtype, self._keys, self._capacity = tables.dtype, keys, list(capacity)
         ranks, self._channels = tables.ranks, tables.channels
@@ -68,16 +66,20 @@ class RowRequests:
             first = asked * self._rank_group.number
             self._own_asked = slice(first, first + asked)
         all_asked = asked * (self._rank_group.count if self._has_groups else 1)
-        bags = partial(bags_by_number, dtype=tables.dtype, device=ranks.device)
-        own = partial(bags, config=tables.config, scalars=tables.scalars)
-        self._lookup_bags = [own(table, count) for table in requested.owned]
+        self._lookup_bags = [
+            tables.bags([table], rows_block(count), count) for table in requested.owned
+        ]
         # The gradients of a replicated table are summed over ranks, and its optimizer has them all.
         self._update_bags = self._lookup_bags
         if self._has_groups:
-            self._update_bags = [own(table, all_asked) for table in requested.owned]
-        elif replica_gradient is not None:
-            sums = LocalTable(BY_NUMBER, replica_gradient, {}, first_row=0)
-            self._update_bags = [bags(sums, count, ADDITION, addition_scalars(ranks.device))]
+            self._update_bags = [
+                tables.bags([table], rows_block(all_asked), all_asked) for table in requested.owned
+            ]
+        elif requested.replica is not None:
+            gradient = replicated_gradients[requested.replica]
+            sums = LocalTable(BY_NUMBER, gradient, {}, first_row=0)
+            self._update_bags = [tables.adding_bags([sums], rows_block(count), count)]
+        # Empty if nobody notes rows, and of a replicated table.
         for updated, touched in zip(self._update_bags, requested.touched, strict=False):
             updated.touched = touched
         self._split = _RowsOfMemories(requested, ranks.device)
@@ -93,7 +95,7 @@ class RowRequests:
         def bags_of(sums: Tensor) -> LocalEmbeddingBags:
             # Without the last row, which is that of ids without one.
             table = LocalTable(BY_NUMBER, sums[:-1], {}, first_row=0)
-            return bags(table, num_keys, ADDITION, addition_scalars(ranks.device))
+            return tables.adding_bags([table], rows_block(num_keys), num_keys)
 
         # torch's index_select takes a block of threads a row, however narrow.
         self._by_id = bags_of(self.rows)

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.embedding.id_blocks import IdBlock
-from nn.embedding.local_tables import LocalTable, SortedIds, addition_scalars
-from nn.embedding.optimizer import ADDITION
+from nn.embedding.local_tables import LocalTable, SortedIds
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.sequence_events import SequenceEvents
 from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
@@ -23,7 +20,7 @@ from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.id_all_to_all import IdAllToAll
 from nn.sharding.local_ids import Capacity, LocalIds, RequestedIds
-from nn.sharding.placement import RankTables, RequestedTables
+from nn.sharding.placement import Placement, RankTables, RequestedTables
 from nn.sharding.pooled_rows import PooledRows
 from nn.sharding.rank_group import GroupIds, gradients_of_all_groups
 from nn.sharding.request_keys import RequestKeys
@@ -96,8 +93,8 @@ class ShardedLookup:
     """The tables, for batches of one size.
 
     `replicated_gradients` [rows, D] are zero at the start of a step. `prefix_columns` are those that the dense component puts
-    before each sample's embeddings, and left free if nothing is sent. `layout` describes the result of `look_up`, which also
-    fills `handed_out`: of each table whose rows the dense component takes, those of the batch (`DistinctRows`).
+    before each sample's embeddings, free if all vectors are looked up here. `layout` describes the result of `look_up`, which
+    also fills `handed_out`: of each table whose rows the dense component takes, those of the batch (`DistinctRows`).
     """
 
     def __init__(
@@ -134,9 +131,7 @@ class ShardedLookup:
             placement.requested, capacity.requests, capacity.merged, strict=True
         ):
             keys = RequestKeys(tables, requested, batch_size, capacity.doublings)
-            replica = requested.replica
-            gradient = None if replica is None else replicated_gradients[replica]
-            exchange = RowRequests(tables, requested, keys, rows, merged, gradient)
+            exchange = RowRequests(tables, requested, keys, rows, merged, replicated_gradients)
             pooled = None
             if not requested.hands_out:
                 pooled = PooledRows(tables, keys, exchange.rows[:-1], batch_size)
@@ -148,23 +143,24 @@ class ShardedLookup:
         }
         in_tier = [entry for requested in self._requested for entry in requested.exchange.in_tier]
         self._slots = SlotIds(placement.owned, self._prepare_owned.blocks, ranks.device, in_tier)
-        self._update_bags = _embedding_bags(
-            tables, self._slots.tables, self._slots.blocks, batch_size * ranks.world_size
+        self._update_bags = tables.bags(
+            self._slots.tables, self._slots.blocks, batch_size * ranks.world_size
         )
         self._update_bags.touched = tables.touched
         # Lookup is for the samples of this rank's group of ranks, update for those of all groups; with one they are one object.
         self._lookup_bags, self._group_ids = self._update_bags, None
         if rank_group.count > 1:
             self._group_ids = GroupIds(self._slots.blocks, rank_group, ranks.device)
-            self._lookup_bags = _embedding_bags(
-                tables, self._slots.tables, self._group_ids.blocks, batch_size * rank_group.size
+            self._lookup_bags = tables.bags(
+                self._slots.tables, self._group_ids.blocks, batch_size * rank_group.size
             )
-        self._replica_bags = _embedding_bags(
-            tables, placement.replicas, self._prepare_replicated.blocks, batch_size
+        self._replica_bags = tables.bags(
+            placement.replicas, self._prepare_replicated.blocks, batch_size
         )
-        gradients = [replicated_gradients[number] for number in placement.replica_numbers]
-        self._replica_sums = _gradient_sums(
-            tables, gradients, self._prepare_replicated.blocks, batch_size
+        self._replica_sums = tables.adding_bags(
+            _gradient_tables(placement, replicated_gradients),
+            self._prepare_replicated.blocks,
+            batch_size,
         )
         self._set_sizes(tables, batch_size, prefix_columns)
 
@@ -350,6 +346,7 @@ class ShardedLookup:
 
     def _requested_part(self, local: Tensor, number: int) -> Tensor:
         """View the vectors of requested tables of one width, [B, columns]."""
+        # Behind the sums of partial vectors.
         start, end = self._further_starts[1 + number : 3 + number]
         return local[start:end].view(self._replica_bags.num_samples, -1)
 
@@ -482,43 +479,12 @@ class _ById(torch.autograd.Function):
         return total, None, None, *[None] * len(gradients)
 
 
-def _embedding_bags(
-    tables: RankTables,
-    local_tables: Sequence[LocalTable],
-    blocks: Mapping[str, IdBlock],
-    num_samples: int,
-) -> LocalEmbeddingBags:
-    return LocalEmbeddingBags(
-        local_tables,
-        blocks,
-        num_samples,
-        tables.config,
-        tables.scalars,
-        tables.dtype,
-        tables.ranks.device,
-    )
-
-
-def _gradient_sums(
-    tables: RankTables,
-    gradients: Sequence[Tensor],
-    blocks: Mapping[str, IdBlock],
-    batch_size: int,
-) -> LocalEmbeddingBags:
-    """Return what sums the gradients of the replicated tables: an update with learning rate -1."""
-    sums = [
-        LocalTable(table.lookups, gradient, {})
-        for table, gradient in zip(tables.placement.replicas, gradients, strict=True)
+def _gradient_tables(placement: Placement, gradients: Sequence[Tensor]) -> list[LocalTable]:
+    """Return the gradients of the replicated tables that are not requested, as tables."""
+    return [
+        LocalTable(table.lookups, gradients[number], {})
+        for table, number in zip(placement.replicas, placement.replica_numbers, strict=True)
     ]
-    return LocalEmbeddingBags(
-        sums,
-        blocks,
-        batch_size,
-        ADDITION,
-        addition_scalars(tables.ranks.device),
-        tables.dtype,
-        tables.ranks.device,
-    )
 
 
 def _layout(
@@ -535,9 +501,9 @@ def _layout(
     partial_shards = [shard for shard in placement.owned_by_rank[0] if shard.is_partial]
     requested = [of.shards for of in placement.requested]
     segments = []
-    starts = accumulate((num_samples * width for width in columns), initial=0)
+    *starts, _ = accumulate((num_samples * width for width in columns), initial=0)
     for start, width, shards in zip(
-        starts, columns, [*by_rank, partial_shards, *requested, placement.replicated], strict=False
+        starts, columns, [*by_rank, partial_shards, *requested, placement.replicated], strict=True
     ):
         column = prefix_columns
         for shard in shards:

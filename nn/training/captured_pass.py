@@ -50,6 +50,7 @@ class CapturedPass:
     ) -> None:
         rows.arrive()
         ids = rows.ids
+        # On one GPU ids may need no exchange (`StepRunner`): they are in the batch's memory then.
         self._is_exchanged = ids.owned is not batch.flat_ids
 
         def run(memory: Tensor, *tensors: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Evaluation of the model on a split: exact metrics over all ranks."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from configs.schema import Config, EvalConfig
+from dataloading.batch import Batch
 from dataloading.dataset.source import Source, read_with_keys
 from dataloading.gather import Selection
 from dataloading.loader import Loader
@@ -17,7 +18,7 @@ from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import Ranks
 from nn.metrics.task_metrics import TaskMetrics
 from nn.models.tasks import metrics_of
-from nn.training.prediction_pass import predictions
+from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
 
 
@@ -98,6 +99,7 @@ class Evaluator:
         )
         num_batches = self._final_batches if is_final else self._num_batches
         batches = self._loader.batches(0, num_batches)
+        self._step.runner.measure(self._loader)
         passed = predictions(self._step, batches, self._ranks.device)
         with (progress or NoProgress()).evaluation(num_batches) as advance:
             try:
@@ -182,6 +184,23 @@ class Evaluator:
         return (
             f" (its largest numerical value is {source.spec.numerical[column]}={values[column]:g})"
         )
+
+
+def predictions(
+    step: TrainStep, batches: Iterator[Batch], device: torch.device
+) -> Generator[tuple[Batch, Tensor], None, None]:
+    """Yield each batch, on the device, with its logits [B] or [B, T]; the next batch overwrites them.
+
+    All ranks must iterate alike, to the end. The step is in evaluation mode meanwhile, and uses the average of the dense
+    component if there is one.
+    """
+    step.set_training(False)
+    prefetcher = Prefetcher(batches, step.runner, device)
+    for batch, rows in prefetcher:
+        logits = step.predict(batch, rows)
+        prefetcher.start_next()
+        yield batch, logits
+    step.set_training(True)
 
 
 def described_predictions(config: Config, evaluator: Evaluator, step: int) -> dict[str, Any]:

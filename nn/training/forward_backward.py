@@ -211,8 +211,8 @@ class ForwardBackward:
             vectors.gradients = LookupGradients(
                 torch.empty_like(self._lookup.memory),
                 {
-                    table: torch.zeros(rows.shape, device=rows.device)
-                    for table, rows in self._lookup.handed_out.items()
+                    table: torch.zeros(out.shape, device=out.device)
+                    for table, out in self._lookup.handed_out.items()
                 },
             )
         return vectors
@@ -225,7 +225,7 @@ class ForwardBackward:
         by_id: dict[str, dict[str, Tensor]] = {}
 
         def take_all(is_filled_by_caller: bool) -> list[Tensor]:
-            """Return the vectors, and the rows that the dense component takes; always the same."""
+            """Return the vectors and the rows; the first call decides who fills the memory, and later ones get the same."""
             if taken:
                 return taken
             if vectors.table_rows is not None and not is_filled_by_caller:
@@ -234,8 +234,7 @@ class ForwardBackward:
                 self._table_stream.main_waits_for(vectors.arrived)
             values = lookup.memory.detach()
             if vectors.gradients is not None:
-                parts = [part.flatten() for part in lookup.samples(values, chunk.first, chunk.end)]
-                values = parts[0] if len(parts) == 1 else torch.cat([values[:0], *parts])
+                values = _vectors(lookup, values, chunk.first, chunk.end)
             looked_up = [values, *(rows.detach() for rows in lookup.handed_out.values())]
             receive = partial(self._receive, vectors, chunk)
             taken.extend(
@@ -273,10 +272,10 @@ class ForwardBackward:
             layout = chunk.layout or lookup.layout
             embeddings = PooledEmbeddings(layout, take, vectors.table_rows, rows_of, sequence_of)
             logits = context.dense(_rows(batch.numerical, chunk), embeddings)
-        for table in unused:
+        if unused:
             raise ValueError(
-                f"table {shown(table)} without pooling has a ragged feature, and the model takes none of its rows; take them by "
-                "embeddings.sequence or embeddings.distinct_rows, or pool them by sum or mean"
+                f"table {shown(next(iter(unused)))} without pooling has a ragged feature, and the model takes none of its "
+                "rows; take them by embeddings.sequence or embeddings.distinct_rows, or pool them by sum or mean"
             )
         return logits
 
@@ -284,7 +283,7 @@ class ForwardBackward:
         self, vectors: _Vectors, chunk: _Chunk, gradient: Tensor, *of_rows: Tensor
     ) -> None:
         """Take the gradients of a chunk's vectors and rows to those of the batch."""
-        assert vectors.receive is not None, "the backward pass runs behind the check of the loss"
+        assert vectors.receive is not None, "set before every backward pass"
         gradients = LookupGradients(
             gradient, dict(zip(self._lookup.handed_out, of_rows, strict=True))
         )
@@ -304,7 +303,7 @@ class ForwardBackward:
         vectors.receive(gradients)
 
     def _loss_share(self, vectors: _Vectors, logits: Tensor, batch: Batch, chunk: _Chunk) -> Tensor:
-        """Return this rank's share of the loss of the batch."""
+        """Return this rank's share of the loss of the batch; the first chunk all-reduces the weights of its rows."""
         weights = batch.weights
         if chunk.number == 0:
             vectors.total_weight = self._context.total_weight(weights)
@@ -359,7 +358,7 @@ class ForwardBackward:
             self._lookup.accumulate_replicated(vectors.sorted_ids, gradients, verdict.is_good)
 
     def _sum_and_check(self, local: LookupGradients) -> Tensor:
-        """All-reduce the gradients, divide them by the loss scale, and return whether none overflowed on any rank."""
+        """All-reduce the gradients, divide them by the loss scale (updates divide the tables'), return whether all are finite."""
         gradients = self._context.gradients
         parts = [local.vectors, *local.rows.values()]
         are_finite = [torch.isfinite(part).all() for part in parts]
@@ -386,7 +385,7 @@ class ForwardBackward:
 
 
 class Forward:
-    """The forward pass over the same lookups, for evaluation and inference."""
+    """The forward pass over the same lookups and chunks, for evaluation and inference."""
 
     def __init__(self, lookup: ShardedLookup, context: PassContext) -> None:
         self._lookup = lookup
@@ -394,29 +393,60 @@ class Forward:
 
     @torch.no_grad()
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
-        table_rows = self._lookup.table_rows(ids)
+        size = self._lookup.batch_size
+        chunk_rows = min(self._context.chunk_rows or size, size)
         # Where vectors are single rows of tables here, the lookup waits until somebody takes them.
-        values = self._lookup.look_up(ids) if table_rows is None else None
+        rows = self._lookup.table_rows(ids) if chunk_rows == size else None
+        values = self._lookup.look_up(ids) if rows is None else None
+        with self._context.autocast():
+            logits = [
+                self._logits(ids, batch, rows, values, first, min(first + chunk_rows, size))
+                for first in range(0, size, chunk_rows)
+            ]
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _logits(
+        self,
+        ids: LocalIds,
+        batch: Batch,
+        rows: TableRows | None,
+        values: Tensor | None,
+        first: int,
+        end: int,
+    ) -> Tensor:
+        """Return the logits of some samples; `values` are the vectors of all, None if they are not looked up yet."""
+        lookup = self._lookup
 
         def take(is_filled_by_caller: bool) -> Tensor:
-            return self._lookup.look_up(ids) if values is None else values
+            if values is None:
+                return lookup.look_up(ids)
+            return (
+                values if end - first == lookup.batch_size else _vectors(lookup, values, first, end)
+            )
+
+        def all_rows_of(table: str, feature: str) -> DistinctRows:
+            return lookup.distinct_rows(ids, lookup.handed_out[table], table, feature)
 
         def rows_of(table: str, feature: str) -> DistinctRows:
-            of_table = self._lookup.handed_out[table]
-            return self._lookup.distinct_rows(ids, of_table, table, feature)
+            return all_rows_of(table, feature).of_samples(first, end)
 
         def sequence_of(group: str) -> SequenceEvents:
-            return self._lookup.sequence(ids, group, rows_of, batch.flat_events)
+            events = lookup.sequence(ids, group, all_rows_of, batch.flat_events)
+            return events.of_samples(first, end)
 
-        with self._context.autocast():
-            embeddings = PooledEmbeddings(
-                self._lookup.layout, take, table_rows, rows_of, sequence_of
-            )
-            return self._context.dense(batch.numerical, embeddings)
+        layout = lookup.layout_of(end - first)
+        embeddings = PooledEmbeddings(layout, take, rows, rows_of, sequence_of)
+        return self._context.dense(batch.numerical[first:end], embeddings)
 
     def without_updates(self) -> AbstractContextManager:
         """Return a null context: a forward pass changes no weight."""
         return nullcontext()
+
+
+def _vectors(lookup: ShardedLookup, values: Tensor, first: int, end: int) -> Tensor:
+    """Return the vectors of some samples, of those of all, in the layout of `lookup.layout_of`."""
+    parts = [part.flatten() for part in lookup.samples(values, first, end)]
+    return parts[0] if len(parts) == 1 else torch.cat([values[:0], *parts])
 
 
 def _rows(values: Tensor, chunk: _Chunk) -> Tensor:
@@ -424,7 +454,7 @@ def _rows(values: Tensor, chunk: _Chunk) -> Tensor:
 
 
 class _EmbeddingGradient(torch.autograd.Function):
-    """The identity on embeddings; the backward pass hands their gradients over, all at once, instead of storing them."""
+    """The identity on embeddings; inside the backward pass it hands their gradients over, by which tables are updated."""
 
     @staticmethod
     def forward(ctx: Any, receive: Callable[..., None], *values: Tensor) -> tuple[Tensor, ...]:

@@ -63,7 +63,7 @@ class GradientBucket:
             withdraw_buffer(parameter)
 
     def sum(self, ranks: Ranks) -> None:
-        """Copy the gradients that the backward pass has not written into the vector there, and all-reduce it."""
+        """Copy into the vector what the backward pass has not written there, and all-reduce it."""
         gradients: list[Tensor] = []
         end = 0
         for parameter, view in zip(self._parameters, self._views, strict=True):

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import Enum, auto
 from typing import Any, Self
 
-from nn.checkpoint.run_facts import ENDS_DAY
+from nn.checkpoint.run_facts import ENDS_DAY, LOOP, NOT_OF_ALL
 from nn.models.metric import AUC, GAUC, Metric
 from nn.observability.run_directory import FIRST_AUC
 from nn.training.limits import Day
@@ -24,8 +24,8 @@ class Origin(Enum):
 class LoopState:
     """Counters, the running sums of the next record, and the evaluations so far.
 
-    The first three fields are not among the facts of the loop in `run.json`: it has the steps and the day beside them, and a
-    start knows its own origin.
+    The first three fields are not among the facts of the loop in `run.json` (`LOOP`): it has the steps and the day beside them,
+    and a start knows its own origin.
     """
 
     num_steps: int = 0
@@ -52,23 +52,10 @@ class LoopState:
     ends_day: bool | None = None  # in a loaded checkpoint
 
     def facts(self, *, ends_day: bool) -> dict[str, Any]:
+        facts = asdict(self) | self.first_auc | {"best_auc": self.best_value, ENDS_DAY: ends_day}
+        facts = plain_numbers(facts | {"test": plain_numbers(self.test)})
         return {
-            "loss_sum": self.loss_sum,
-            "loss_steps": self.loss_steps,
-            **({} if self.key_counts is None else {"key_counts": dict(self.key_counts)}),
-            **({} if self.row_capacity is None else {"row_capacity": self.row_capacity}),
-            **({} if self.parts is None else {"parts": self.parts}),
-            "test": plain_numbers(self.test),
-            **self.first_auc,
-            "best_metric": self.best_metric,
-            "best_rows": self.best_rows,
-            "best_auc": None if math.isnan(self.best_value) else self.best_value,
-            "best_step": self.best_step,
-            "evals_since_best": self.evals_since_best,
-            "last_record": self.last_record,
-            "first_step": self.first_step,
-            "other_days": self.other_days,
-            ENDS_DAY: ends_day,
+            name: facts[name] for name in LOOP if facts[name] is not None or name not in NOT_OF_ALL
         }
 
     @classmethod
@@ -77,32 +64,34 @@ class LoopState:
 
         A new day starts without evaluations and sums, since metrics of different days cannot be compared.
         """
-        state = cls(
+        names = (*FIRST_AUC, "first_step", "last_record") if day.is_new else LOOP
+        known = {name: facts[name] for name in names if name in facts}
+        best = known.pop("best_auc", None)
+        return cls(
             num_steps=num_steps,
             day=day,
             origin=Origin.RESUMED,
-            first_step=facts["first_step"],
-            last_record=facts["last_record"],
-            first_auc={name: facts[name] for name in FIRST_AUC},
-        )
-        if day.is_new:
-            return state
-        best = facts["best_auc"]
-        return replace(
-            state,
-            loss_sum=facts["loss_sum"],
-            loss_steps=facts["loss_steps"],
-            key_counts=facts.get("key_counts"),
-            row_capacity=facts.get("row_capacity"),
-            test=facts["test"],
-            other_days=dict(facts["other_days"]),
-            best_metric=facts["best_metric"],
-            best_rows=facts["best_rows"],
+            first_auc={name: known.pop(name) for name in FIRST_AUC},
             best_value=math.nan if best is None else best,
-            best_step=facts["best_step"],
-            evals_since_best=facts["evals_since_best"],
-            ends_day=facts[ENDS_DAY],
+            ends_day=known.pop(ENDS_DAY, None),
+            **known,
         )
+
+    @property
+    def first_model(self) -> str:
+        """Return what the model is before the first step of a run; empty after it."""
+        if self.origin is Origin.RESUMED or self.num_steps > self.first_step:
+            return ""
+        return "restored model" if self.origin is Origin.RESTORED else "untrained model"
+
+    def best_so_far(self, metric: Metric) -> str:
+        """Return the best evaluation by `metric`, for the terminal; empty if none has it."""
+        if self.best_step is None:
+            return ""
+        if self.best_step == self.num_steps:
+            return "best so far"
+        title = metric.title.removeprefix("test ")
+        return f"best {title} {self.best_value:.4f} at step {self.best_step:,}"
 
     def compare_by(self, metric: Metric, scored: Mapping[str, Any]) -> str | None:
         """Choose the best evaluation by `metric` among those of the rows `scored` from now on.

@@ -1,4 +1,4 @@
-"""The only copy from device to host in a step: the loss, and whether everything is finite."""
+"""The copy of a step's loss to the host, and of whether everything is finite."""
 
 import torch
 from torch import Tensor

@@ -23,9 +23,9 @@ from nn.training.step_runner import StepRunner
 class Prefetcher:
     """Iterator over (batch on the device, its rows); no batch is repeated or lost.
 
-    A batch is valid until the second `next()` after its own. Call `start_next` once per batch, when the host has just queued
-    work for the device: the prefetch then runs beside that work, on its own stream. All ranks must iterate alike, since each
-    call takes part in collectives.
+    Work that is queued before the `next()` after its own may read a batch; then its buffer is filled again. Call `start_next`
+    once per batch, when the host has just queued work for the device: the prefetch then runs beside that work, on its own
+    stream. All ranks must iterate alike, since each call takes part in collectives.
 
     `loading` returns the context of a wait for the loader, which has taken `data_wait_ms` since that was last set to 0.
     """

@@ -52,7 +52,7 @@ class StepBuilder:
         self._unusual: tuple[int, Capacity, ShardedLookup] | None = None
 
     def lookup(self, size: int, capacity: Capacity) -> ShardedLookup:
-        """Return the lookup for batches of `size` rows per rank, always the same object for the usual capacity."""
+        """Return the lookup for batches of `size` rows per rank, always the same object for the usual capacity, which stays."""
         if capacity.is_usual:
             return self._parts(size, capacity).lookup
         if self._unusual is None or self._unusual[:2] != (size, capacity):
@@ -141,7 +141,7 @@ class StepBuilder:
         self._unusual = None
 
     def _drop_forwards(self) -> None:
-        """Release the forward passes, with all parts of sizes that are not trained."""
+        """Release the forward passes, with the other parts of their sizes that are not trained."""
         if self._context.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         for size, parts in list(self.sizes.items()):

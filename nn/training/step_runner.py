@@ -8,6 +8,7 @@ from torch import Tensor
 from configs.schema import Config
 from dataloading.batch import Batch
 from dataloading.keys.rekeyed import Rekeyed
+from dataloading.loader import Loader
 from nn.sharding.batch_rows import BatchRows
 from nn.sharding.local_ids import LocalIds
 from nn.sharding.placement import RankTables
@@ -21,9 +22,10 @@ from nn.training.step_builder import StepBuilder
 
 
 class StepRunner:
-    """Exchange of ids, and training of the tables; all ranks must call the methods alike.
+    """Exchange of ids, and passes over batches; all ranks must call the methods alike.
 
-    `builder` makes what batches of a size need; `request_capacity` is for the distinct rows of a batch.
+    `builder` makes what batches of a size need; `request_capacity` is for the distinct rows of a batch. `num_launched` are
+    trained batches whose pass was no CUDA graph.
     """
 
     def __init__(
@@ -37,6 +39,15 @@ class StepRunner:
         self._no_ids = torch.empty(0, dtype=torch.int32, device=context.ranks.device)
         self.request_capacity = RequestCapacity(tables.rank_tables)
         self._warn = SlowBatchWarning(context.ranks)
+        self.num_launched = 0
+
+    def measure(self, loader: Loader) -> None:
+        """Set the capacity for distinct rows of a loader's full batches, unless it is set, or their first one tells as much."""
+        batches = (self._capacity.of(loader.batch(step)) for step in loader.spread_steps())
+        device = self._context.ranks.device
+        ids = (batch.flat_ids.to(device) for batch in batches if not batch.layout.doublings)
+        size = loader.batch_size // self._context.ranks.world_size
+        self.request_capacity.measure(size, ids)
 
     @property
     def has_host_tables(self) -> bool:
@@ -80,13 +91,13 @@ class StepRunner:
             torch.cuda.current_stream(self._context.ranks.device).wait_stream(stream)
 
     def prepare_update(self, step: int, lr: float) -> None:
-        """Set learning rate and step count in device memory."""
+        """Write learning rate and step count, which the next pass copies to the device."""
         self._tables.prepare_update(step, lr)
 
     def train(
         self, batch: Batch, rows: BatchRows, rekeyed: Mapping[str, Rekeyed] | None = None
     ) -> Tensor:
-        """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too.
+        """Run the pass, and return the logits, [B] or [B, T], which the next step overwrites.
 
         `rekeyed` are those of tables for raw keys that get another key with this batch.
         """
@@ -96,13 +107,14 @@ class StepRunner:
                 rows.arrive()
                 self._tables.write_rekeyed(rekeyed)
             training = self.builder.training(batch, rows, is_full=self._is_full(batch))
+            self.num_launched += training.graph is None
             return training.run(rows, batch)
 
     def update(self) -> None:
         self._tables.update_replicated(self._context.gradients.further)
 
     def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
-        """Return the logits [B]; the next call overwrites them."""
+        """Return the logits, [B] or [B, T]; the next call overwrites them."""
         rows = self._fitting(batch, rows)
         with rows.used(is_trained=False):
             return self.builder.forward(batch, rows).run(rows, batch)

@@ -47,8 +47,8 @@ AMP_DTYPES = {Amp.bf16: torch.bfloat16, Amp.fp16: torch.float16}
 class StepResult:
     """Batch, loss and logits of a training step.
 
-    The next step but one overwrites the batch, on the device, and the next step the logits of this rank, [B]. The loss is the
-    mean over the global batch, before the update.
+    On a GPU the next step overwrites the batch and this rank's logits, [B] or [B, T] of T tasks: queue what reads them before.
+    The loss is the mean over the global batch, before the update.
     """
 
     batch: Batch
@@ -158,8 +158,8 @@ class TrainStep:
 
         `step` updates were made so far; it sets the learning rate.
 
-        Raises DivergedError: on all ranks, before any update, if the loss is not finite. Raises ValueError: the schedule is not
-        a finite number.
+        Raises DivergedError: on all ranks, before any update, if the loss or a gradient in fp16 is not finite. Raises
+        ValueError: the schedule is not a finite number.
         """
         # Before the batch is taken: a schedule of the caller's own may be corrected.
         factor = self._factor_of(step)
@@ -176,7 +176,7 @@ class TrainStep:
             with annotate("pass"):
                 logits = self.runner.train(batch, rows, rekeyed)
             prefetcher.start_next()
-            # The only point where the host waits for the device, whose backward pass is still to come.
+            # On a GPU it is known before the backward pass has run, with fp16 behind it.
             loss, is_good = self._readback.wait()
             if not is_good:
                 raise DivergedError(self._what_diverged(step, loss))
@@ -198,7 +198,7 @@ class TrainStep:
 
     @torch.no_grad()
     def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
-        """Return the logits [B] of a batch, without training; the next call overwrites them."""
+        """Return the logits, [B] or [B, T], of a batch, without training; the next call overwrites them."""
         return self.runner.predict(batch, rows)
 
     def set_training(self, mode: bool) -> None:

@@ -1,7 +1,6 @@
 """The training loop: steps, records, evaluations, checkpoints. `nn.training.train_step` is the step itself."""
 
 import logging
-import math
 import signal
 import time
 from collections.abc import Generator, Iterator, Mapping
@@ -9,9 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from configs.schema import Config
 from dataloading.batch import Batch
@@ -21,20 +17,16 @@ from nn.checkpoint.manager import CheckpointManager, Pause
 from nn.distributed.errors import DivergedError, RankError, StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
-from nn.metrics.ranking import TRAIN_AUC_ROWS
-from nn.metrics.task_metrics import StartedMetrics, TaskMetrics
 from nn.models.metric import AUC
-from nn.models.tasks import auc_key, best_metric, metrics_of
+from nn.models.tasks import auc_key, best_metric
 from nn.observability.annotations import annotate
 from nn.observability.progress import Progress
 from nn.observability.records import PROBLEM
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     ENDED_BY_CALLER,
-    LAST_AUC,
     NO_NEW_ROWS,
     RESTORED_AUC,
-    RESULT_STEP,
     UNTRAINED_AUC,
     RunDirectory,
 )
@@ -47,6 +39,7 @@ from nn.training.limits import EvalSteps, early_stop
 from nn.training.loop_state import LoopState, Origin, plain_numbers
 from nn.training.prefetch import Prefetcher
 from nn.training.stream_rows import StreamRows
+from nn.training.train_records import TrainRecords
 from nn.training.train_step import StepResult, TrainStep
 
 
@@ -88,18 +81,16 @@ class Trainer:
     ) -> None:
         self._step = step
         self._train_loader = train_loader
-        self._evaluator = evaluator
+        self.evaluator = evaluator
         self._config = config
         self._ranks = ranks
         self._recorder = output.recorder
-        self._progress = output.progress
-        self._saving = output.saving
-        self._observers = output.observers
+        self.progress = output.progress
+        self.observers = output.observers
+        self.saving = saving = output.saving
         self._stream_rows = output.stream_rows
-        self._early_end = ENDED_BY_CALLER if output.stream_rows is None else NO_NEW_ROWS
         self.state = state
         self.last_step = state.day.last_step(config, train_loader.steps_per_epoch)
-        self._metrics = metrics_of(step.tasks)
         self.best_metric = best_metric(step.tasks, config.eval.best_metric)
         self.note = state.compare_by(self.best_metric, evaluator.scored)
         if step.key_maps is not None:
@@ -107,23 +98,17 @@ class Trainer:
             state.key_counts = step.key_maps.counts
         if state.row_capacity is not None:
             step.runner.request_capacity.take(state.row_capacity)
-        self._train_metrics = TaskMetrics(
-            step.tasks,
-            ranks.device,
-            ranks,
-            has_weights=train_loader.source.spec.weight is not None,
-            while_training=True,
-        )
+        step.runner.measure(train_loader)
+        has_weights = train_loader.source.spec.weight is not None
+        self.records = TrainRecords(step, state, ranks, self._write_record, has_weights=has_weights)
         self._preemption: PreemptionSync | None = None
-        if (saving := self._saving) is not None:
+        if saving is not None:
             minutes = config.checkpoint.save_every_minutes
             self._preemption = PreemptionSync(ranks, lambda: saving.stop.signum, minutes)
         # Until a step or an evaluation follows the checkpoint that the run resumed from.
         self._is_as_resumed = state.origin is Origin.RESUMED
         self._saved_step = state.num_steps if self._is_as_resumed else None
-        self._speed = ThroughputMeter()
         self._batches: Generator[Batch, None, None] | None = None
-        self._late_record: tuple[dict[str, Any], StartedMetrics] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -156,14 +141,9 @@ class Trainer:
         """Return the state of the loop as a checkpoint holds it."""
         capacity = self._step.runner.request_capacity.facts()
         self.state.row_capacity = capacity if capacity["shards"] else None
-        if self._stream_rows is not None:
-            self.state.parts = self._stream_rows.begun(self._position)
+        stream = self._stream_rows
+        self.state.parts = None if stream is None else stream.begun(self._position)
         return self.state.facts(ends_day=self.ends_day)
-
-    def take_rows(self, rows: Mapping[str, Tensor]) -> None:
-        """Take logits, labels and weights of all ranks since the latest record from a checkpoint; on one rank."""
-        if rows:
-            self._train_metrics.restore(rows)
 
     @property
     def is_saved(self) -> bool:
@@ -172,17 +152,17 @@ class Trainer:
 
     def save(self, *, is_last: bool = False) -> None:
         """Start saving a checkpoint, and what observers add to it."""
-        saving = self._saving
+        saving = self.saving
         if saving is None:
             raise ValueError("checkpoint.save=false saves nothing; set checkpoint.save=true")
         stopped_at = time.perf_counter()
-        self._write_late_record()
+        self.records.write()
         self._recorder.sync()
-        rows = self._train_metrics.rows()
+        rows = self.records.rows.rows()
         directory = saving.manager.directory / f"step_{self.num_steps}"
         pending = PendingCheckpoint(directory, self.facts())
         self.wait_for_files()
-        self._observers.tell("on_checkpoint", self, pending)
+        self.observers.tell("on_checkpoint", self, pending)
         self._saved_step = self.num_steps
         saving.manager.save(
             self.num_steps,
@@ -195,18 +175,18 @@ class Trainer:
 
     def wait_for_files(self) -> None:
         """Wait until no checkpoint is written of tables on disk, whose files are about to change."""
-        if self._saving is not None and self._step.tables.has_disk_tables:
-            self._saving.manager.wait()
+        if self.saving is not None and self._step.tables.has_disk_tables:
+            self.saving.manager.wait()
 
     def finish_files(self) -> None:
         """Wait for the files that are being written, after an error that all ranks have met."""
         try:
-            self._observers.tell("on_error", self)
+            self.observers.tell("on_error", self)
         except RankError as failure:  # the error that ends the run is the one to report
             logging.getLogger(__name__).warning(str(failure))
         finally:
-            if self._saving is not None:
-                self._saving.manager.wait()
+            if self.saving is not None:
+                self.saving.manager.wait()
 
     def train(self) -> None:
         """Train to the end.
@@ -220,7 +200,7 @@ class Trainer:
             first = self.evaluate()
             is_restored = self.state.origin is Origin.RESTORED
             name = RESTORED_AUC if is_restored else UNTRAINED_AUC
-            self.state.first_auc[name] = plain_numbers(first).get(self._auc_key(first))
+            self.state.first_auc[name] = plain_numbers(first).get(self.auc_key(first))
         was_stopped = is_continuation and self._early_stop() is not None
         is_done = start_step >= last_step or was_stopped
         prefetcher = self.start()
@@ -256,10 +236,10 @@ class Trainer:
 
         The first event of the loop: observers may save a checkpoint, or evaluate.
         """
-        self._observers.tell("on_start", self)
+        self.observers.tell("on_start", self)
         prefetcher = self._read()
         self._step.set_training(True)
-        self._speed = ThroughputMeter()
+        self.records.speed = ThroughputMeter()
         return prefetcher
 
     @property
@@ -272,7 +252,7 @@ class Trainer:
     def _read(self) -> Prefetcher:
         """Start to read the batches of all known rows that are left."""
         self.stop_reading()
-        self._progress.move_end(self._known_step)
+        self.progress.move_end(self._known_step)
         num_steps = max(self._known_step - self.num_steps, 0)
         self._batches = self._train_loader.batches(self._position, num_steps)
         return Prefetcher(self._batches, self._step.runner, self._ranks.device, self._step.loading)
@@ -280,7 +260,7 @@ class Trainer:
     def _wait_for_rows(self) -> bool:
         """Wait for further rows of a stream; False if it has ended. Raises StoppedError after a signal."""
         assert self._stream_rows is not None, "the rows of a dataset are all known"
-        self._write_late_record()
+        self.records.write()
         self.pause_speed()
         has_come = self._stream_rows.wait(self._position, self._between_looks)
         self.resume_speed()
@@ -296,27 +276,28 @@ class Trainer:
         try:
             yield
         except DivergedError:
-            self._write_late_record()
+            self.records.write()
             raise
 
     def begin_step(self) -> None:
-        self._observers.tell("on_step_begin", self)
+        self.observers.tell("on_step_begin", self)
 
     def finish_step(self, trained: StepResult, prefetcher: Prefetcher) -> None:
         """Count a step that was trained, and write a record where one is due."""
         with self._step.watch:
             self.state.num_steps += 1
             self._is_as_resumed = False
-            self._speed.count(trained.batch.global_valid)
-            self._progress.advance(self.num_steps)
-            if self._late_record is not None and self._late_record[1].are_there():
-                self._write_late_record()
-            self._count(trained)
+            self.records.speed.count(trained.batch.global_valid)
+            self.progress.advance(self.num_steps)
+            self.records.write_if_there()
+            every, left = self._config.log.every, self.last_step - self.num_steps
+            steps_to_record = min(-self.num_steps % every, left)
+            self.records.count(trained, steps_to_record * self._config.train.batch_size)
         # Not watched: an observer may take as long as it likes.
-        self._observers.tell("on_step", self, trained)
+        self.observers.tell("on_step", self, trained)
         with self._step.watch:
-            if self._due(self._config.log.every) or self.num_steps == self.last_step:
-                self._record(self._speed, prefetcher)
+            if not steps_to_record:
+                self._start_record(prefetcher)
 
     def evaluate_between_steps(self) -> dict[str, Any]:
         """Evaluate as `evaluate` does; speed leaves that time out."""
@@ -328,63 +309,28 @@ class Trainer:
 
     def pause_speed(self) -> None:
         """Leave the coming time and steps out of the throughput."""
-        self._speed.pause()
+        self.records.speed.pause()
 
     def resume_speed(self) -> None:
         """Count time and steps again."""
-        self._speed.resume()
+        self.records.speed.resume()
 
     def end(self, prefetcher: Prefetcher) -> None:
         """Stop reading, and write the record of the steps since the last one."""
         self.stop_reading()
         if self.state.loss_steps:
-            self._record(self._speed, prefetcher)
-        self._write_late_record()
+            self._start_record(prefetcher)
+        self.records.write()
 
     def stop_reading(self) -> None:
         if self._batches is not None:
             self._batches.close()
 
-    def conclude(self) -> dict[str, Any]:
-        """Make the final evaluation, of the best model under `eval.patience`, and return the run's summary.
-
-        The last checkpoint must have been written: the state that was trained last may be gone afterwards.
-
-        Raises SharedError: the best checkpoint cannot be read.
-        """
-        self._observers.tell("on_end", self)
-        model_step, best_step = self.num_steps, self.state.best_step
-        if self._config.eval.patience is not None and best_step not in (None, model_step):
-            assert self._saving is not None
-            assert best_step is not None
-            if self._saving.manager.load_best(best_step):
-                model_step = best_step
-        if model_step == self.num_steps and not self._evaluator.has_final:
-            summary = self._summary(self.state.test)
-            # A loop of the caller's own may end without an evaluation.
-            if self.state.test.get("step", model_step) != model_step:
-                summary[RESULT_STEP] = self.state.test["step"]
-            return summary
-        record = {
-            "step": model_step,
-            "epoch": self.epoch(model_step),
-            **self.state.day.label,
-            **self._evaluator.run(self._progress, is_final=True),
-        }
-        self._observers.tell("on_evaluation", self, record, is_final=True)
-        problem = self._evaluator.problem
-        self._recorder.write_final(record | ({} if problem is None else {PROBLEM: problem}))
-        self._recorder.write_predictions(self._described(model_step))
-        name = "final" if model_step == self.num_steps else "final, best model"
-        self._progress.show_test(record, model=name, problem=problem)
-        last_auc = self.state.test.get(self._auc_key(self.state.test))
-        return self._summary(record) | {RESULT_STEP: model_step, LAST_AUC: last_auc}
-
     def auc_of(self, record: Mapping[str, Any]) -> float:
         """Return the AUC that stands for the run in an evaluation."""
-        return record[self._auc_key(record)]
+        return record[self.auc_key(record)]
 
-    def _auc_key(self, test: Mapping[str, Any]) -> str:
+    def auc_key(self, test: Mapping[str, Any]) -> str:
         """Return the key of the AUC that stands for the run; that of a single label where there is none."""
         return auc_key(test, self._config.eval.best_metric) or AUC.test_key
 
@@ -393,66 +339,35 @@ class Trainer:
             self._config, self.state.test, self.num_steps, self.state.evals_since_best
         )
 
-    def _summary(self, test: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "recipe": self._config.recipe,
-            "steps": self.num_steps,
-            "epochs": self.epoch(),
-            "stopped": self._early_stop()
-            or (ALL_STEPS_DONE if self.num_steps >= self.last_step else self._early_end),
-            **{metric.test_key: test.get(metric.test_key) for metric in self._metrics},
-            "test_rows": test.get("test_rows"),
-            self.best_metric.best_key: self.state.best_value,
-            "best_step": self.state.best_step,
-            "first_step": self.state.first_step,
-            **self.state.first_auc,
-            **self.state.day.label,
-            **self.state.other_days,
-            **({} if self._evaluator.problem is None else {PROBLEM: self._evaluator.problem}),
-            **self._speed.run(),
-            "peak_hbm_bytes": self._peak_hbm_bytes(),
-        }
+    @property
+    def stopped(self) -> str:
+        """Return why training has ended."""
+        is_complete = self.num_steps >= self.last_step
+        early_end = ENDED_BY_CALLER if self._stream_rows is None else NO_NEW_ROWS
+        return self._early_stop() or (ALL_STEPS_DONE if is_complete else early_end)
+
+    def head_of_record(self, step: int) -> dict[str, Any]:
+        """Return the first entries of a record of the model after `step`."""
+        return {"step": step, "epoch": self.epoch(step), **self.state.day.label}
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on the test split; record and return the result, the same on all ranks."""
-        self._write_late_record()
-        self._observers.tell("on_evaluation_begin", self)
-        record = {
-            "step": self.num_steps,
-            "epoch": self.epoch(),
-            **self.state.day.label,
-            **self._evaluator.run(self._progress),
-        }
+        self.records.write()
+        self.observers.tell("on_evaluation_begin", self)
+        record = self.head_of_record(self.num_steps) | self.evaluator.run(self.progress)
         self._is_as_resumed = False
         is_first = self.state.best_step is None
         self.state.take_evaluation(record, self.best_metric)
-        self._observers.tell("on_evaluation", self, dict(record), is_final=False)
-        problem = self._evaluator.problem
+        self.observers.tell("on_evaluation", self, dict(record), is_final=False)
+        problem = self.evaluator.problem
         self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
-        self._recorder.write_predictions(self._described(self.num_steps))
+        described = described_predictions(self._config, self.evaluator, self.num_steps)
+        self._recorder.write_predictions(described)
         self.state.last_record = self.num_steps
-        best = "" if is_first else self._best_so_far()
-        self._progress.show_test(record, model=self._first_model(), problem=problem, best=best)
+        best = "" if is_first else self.state.best_so_far(self.best_metric)
+        model = self.state.first_model
+        self.progress.show_test(record, model=model, problem=problem, best=best)
         return record
-
-    def _best_so_far(self) -> str:
-        """Return the best evaluation, for the terminal; empty if none has the metric."""
-        state, title = self.state, self.best_metric.title.removeprefix("test ")
-        if state.best_step is None:
-            return ""
-        where = "" if state.best_step == state.num_steps else f" at step {state.best_step:,}"
-        return f"best {title} {state.best_value:.4f}{where}" if where else "best so far"
-
-    def _described(self, step: int) -> dict[str, Any]:
-        """Return the predictions of the latest evaluation, of the model after `step`."""
-        return described_predictions(self._config, self._evaluator, step)
-
-    def _first_model(self) -> str:
-        """Return what the model is before the first step of a run; empty after it."""
-        state = self.state
-        if state.origin is Origin.RESUMED or state.num_steps > state.first_step:
-            return ""
-        return "restored model" if state.origin is Origin.RESTORED else "untrained model"
 
     def between_steps(self) -> None:
         """Save if a checkpoint is due, and stop after a signal; all ranks decide the same.
@@ -461,16 +376,16 @@ class Trainer:
         """
         if self._preemption is not None:
             self._save_or_stop(self._preemption)
-        self._observers.tell("on_between_steps", self)
+        self.observers.tell("on_between_steps", self)
 
     def _save_or_stop(self, preemption: PreemptionSync, *, is_waiting: bool = False) -> None:
-        assert self._saving is not None
-        self._saving.stop.heartbeat.beat()
+        assert self.saving is not None
+        self.saving.stop.heartbeat.beat()
         with self._step.watch:
             decision = preemption.after_step(is_waiting=is_waiting)
         if decision.signum:
             self.save(is_last=True)
-            manager = self._saving.manager
+            manager = self.saving.manager
             is_saved = manager.wait() is None
             latest = manager.latest
             start = "restarts" if latest is None else f"resumes from step {step_of(latest)}"
@@ -487,53 +402,14 @@ class Trainer:
             self.save()
             preemption.saved()
 
-    def _count(self, trained: StepResult) -> None:
-        self.state.loss_sum += trained.loss
-        self.state.loss_steps += 1
-        every = self._config.log.every
-        steps_to_record = min(-self.num_steps % every, self.last_step - self.num_steps)
-        if steps_to_record * self._config.train.batch_size < TRAIN_AUC_ROWS:
-            batch = trained.batch
-            self._train_metrics.update(trained.logits, batch)
+    def _start_record(self, prefetcher: Prefetcher) -> None:
+        behind = {} if self._stream_rows is None else self._stream_rows.behind(self._position)
+        self.records.start(self.head_of_record(self.num_steps), prefetcher, behind)
 
-    def _record(self, speed: ThroughputMeter, prefetcher: Prefetcher) -> None:
-        self._write_late_record()
-        measured = self._train_metrics.start()
-        self._train_metrics.reset()
-        key_maps = self._step.key_maps
-        record = {
-            "step": self.num_steps,
-            "epoch": self.epoch(),
-            **self.state.day.label,
-            "loss": self.state.loss_sum / self.state.loss_steps,
-            **self._step.extra_losses(),
-            # In the place of the metrics, which are written when they are there.
-            **{metric.train_key: math.nan for metric in self._metrics if metric.while_training},
-            "lr": self._step.learning_rate,
-            **speed.window(),
-            "data_wait_ms": prefetcher.data_wait_ms / self.state.loss_steps,
-            "hbm_bytes": self._peak_hbm_bytes(),
-            **self._step.tables.host_traffic(self.state.loss_steps),
-            **({} if key_maps is None else key_maps.take_counts(self.state.loss_steps)),
-            **({} if self._stream_rows is None else self._stream_rows.behind(self._position)),
-        }
-        self.state.loss_sum, self.state.loss_steps, prefetcher.data_wait_ms = 0.0, 0, 0.0
-        self._late_record = record, measured
-        self.state.last_record = self.num_steps
-        if measured.are_there():
-            self._write_late_record()
-
-    def _write_late_record(self) -> None:
-        """Write the latest training record if it is not written yet; wait for its metrics."""
-        if self._late_record is None:
-            return
-        (record, measured), self._late_record = self._late_record, None
-        values = measured.values()
-        trained = [metric for metric in self._metrics if metric.while_training]
-        record |= {metric.train_key: values[metric.key] for metric in trained}
+    def _write_record(self, record: dict[str, Any]) -> None:
         self._recorder.write_train(record)
-        self._progress.show_train(record)
-        self._observers.tell("on_record", self, record)
+        self.progress.show_train(record)
+        self.observers.tell("on_record", self, record)
 
     def _due(self, every: int) -> bool:
         return self.num_steps % every == 0
@@ -544,9 +420,3 @@ class Trainer:
             return 0.0  # the first epoch has no end
         position = self.state.day.position(self.num_steps if step is None else step)
         return position / self._train_loader.steps_per_epoch
-
-    def _peak_hbm_bytes(self) -> int | None:
-        """Return the peak memory of tensors on this rank's GPU so far."""
-        if self._ranks.device.type != "cuda":
-            return None
-        return torch.cuda.max_memory_allocated(self._ranks.device)

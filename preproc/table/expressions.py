@@ -14,6 +14,7 @@ from configs.messages import shown
 from configs.table_schema import (
     Categorical,
     SplitRule,
+    arguments_of,
     numbers_of,
     texts_of_no_other_type,
     transform_of,
@@ -127,11 +128,8 @@ def shown_value(value: str) -> str:
 
 def transformed(expression: str, transform: object, fitted: list[float]) -> str:
     """Return `expression` after one transform; `fitted` holds the two numbers of a fitted transform."""
-    name, argument = transform_of(transform)
-    numbers = argument if isinstance(argument, list) else [] if argument is None else [argument]
-    if fitted:
-        smallest, size = fitted
-        numbers = [smallest, size or 1.0]
+    name, _ = transform_of(transform)
+    numbers = arguments_of(transform, fitted)
     sql = transform_named(name).sql
     if name in TRANSFORMS:
         return sql(expression, *map(double, numbers))

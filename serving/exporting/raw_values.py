@@ -16,7 +16,7 @@ from configs.table_schema import (
     TableConfig,
     transform_of,
 )
-from configs.transforms import TRANSFORMS
+from configs.transforms import is_served
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import FITTED
 from dataloading.row_sql import COLUMN, columns_of, unserved
@@ -178,10 +178,10 @@ def _numerical(
     column = _column(feature, state, columns, types)
     for transform in feature.transforms:
         name, _ = transform_of(transform)
-        if name not in TRANSFORMS:
+        if not is_served(name):
             raise ValueError(
-                f"the transform {name} of {shown(feature.name)} is not built in, so a model cannot take raw values; export "
-                "it without fitted"
+                f"the transform {name} of {shown(feature.name)} is not built in with its `python`, so a model cannot take raw "
+                "values; export it without fitted"
             )
     return {
         "name": feature.name,

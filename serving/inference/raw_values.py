@@ -19,7 +19,14 @@ import torch
 from torch import Tensor
 
 from configs.messages import shown
-from configs.table_schema import NUMBER, numbers_of, texts_of_no_other_type, transform_of
+from configs.table_schema import (
+    NUMBER,
+    arguments_of,
+    numbers_of,
+    texts_of_no_other_type,
+    transform_of,
+)
+from configs.transforms import TRANSFORMS
 from dataloading.dataset.sequences import ages_of, seen_events
 from dataloading.row_sql import RowSql
 from serving.inference.key_rows import KeyRows, load_key_rows
@@ -343,7 +350,9 @@ class RawValues:
                 for number, missing in zip(values.flat, is_missing.flat, strict=True)
             ]
         for transform, fitted in zip(feature["transforms"], feature["fitted"], strict=True):
-            numbers = _transformed(numbers, transform, fitted)
+            python = TRANSFORMS[transform_of(transform)[0]].python
+            assert python is not None, "descriptions are checked when they are read"
+            numbers = python(numbers, *map(float, arguments_of(transform, fitted)))
         with np.errstate(over="ignore"):
             stored = np.array([0.0 if x is None else x for x in numbers]).astype(np.float32)
         most = SMALLEST_OVERFLOW[self._is_float16]
@@ -522,22 +531,6 @@ def key_of(text: str) -> int:
     digest = hashlib.md5(text.encode(), usedforsecurity=False).digest()
     key = int.from_bytes(digest[:8], "big", signed=True)
     return key if key not in (0, -1) else 1
-
-
-def _transformed(
-    numbers: list[float | None], transform: Any, fitted: Sequence[float]
-) -> list[float | None]:
-    name, argument = transform_of(transform)
-    if name == "fill":
-        return [float(argument) if x is None else x for x in numbers]
-    if name == "clip":
-        low, high = map(float, argument)
-        return [None if x is None else min(max(x, low), high) for x in numbers]
-    if name == "log":
-        shift = float(argument)
-        return [None if x is None or not x + shift > 0 else math.log(x + shift) for x in numbers]
-    smallest, size = fitted
-    return [None if x is None else (x - smallest) / (size or 1.0) for x in numbers]
 
 
 def _refuse(message: str) -> NoReturn:

@@ -8,6 +8,7 @@ import pytest
 
 from nn.training import stream_rows
 from tests.helpers import rank_processes
+from tests.helpers.command import run_command
 from tests.helpers.datasets import write_rows
 from tests.helpers.gpus import needs_one_gpu
 from tests.helpers.rank_processes import wait_until
@@ -102,6 +103,31 @@ def test_rows_that_come_while_a_run_is_killed_are_trained_once(tmp_path, num_ran
     assert summary(stream.run_dir)["stopped"] == "no new rows for data.watch_idle_s"
     assert summary(stream.run_dir)["steps"] == ENDS[-1] // BATCH
     assert stream.differing() == []
+
+
+def test_a_run_without_a_stream_resumes_with_one(tmp_path):
+    stream = Stream(tmp_path, 1)
+    run = [*stream.run, f"data.path={tmp_path / 'first'}", f"run_dir={stream.run_dir}"]
+    assert run_command(*run, "train.max_steps=3").exit_code == 0
+    for name in PARTS:
+        stream.add(name)
+    watched = [f"data.watch_dir={stream.parts}", "data.watch_idle_s=0.01", "train.max_steps=null"]
+    ended = run_command(*run, *watched, "checkpoint.allow_changes=true")
+    assert ended.exit_code == 0, ended.err
+    assert summary(stream.run_dir)["steps"] == ENDS[-1] // BATCH
+    assert stream.differing() == []
+
+
+def test_rows_behind_a_batch_of_the_end_of_a_dataset_are_not_left_out_without_a_word(tmp_path):
+    stream = Stream(tmp_path, 1)
+    run = [*stream.run, f"data.path={tmp_path / 'first'}", f"run_dir={stream.run_dir}"]
+    assert run_command(*run).exit_code == 0
+    stream.add(PARTS[0])
+    watched = [f"data.watch_dir={stream.parts}", "data.watch_idle_s=0.01"]
+    ended = run_command(*run, *watched, "checkpoint.allow_changes=true")
+    assert ended.exit_code == 2
+    assert f"run_dir={stream.run_dir} has trained 160 rows without data.watch_dir" in ended.err
+    assert f"{tmp_path / 'first'} has 150" in ended.err
 
 
 @needs_one_gpu

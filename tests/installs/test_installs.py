@@ -61,12 +61,16 @@ def run(
     """Run a command as in a new shell, outside of this environment."""
     own = ("PYTHONPATH", "VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")
     env = {name: value for name, value in os.environ.items() if name not in own} | more
-    return subprocess.run(
-        [*map(str, command)],
-        **{"cwd": cwd, "env": env, "capture_output": True, "text": True},
-        timeout=minutes * MINUTE_S,
-        check=False,
-    )
+    try:
+        return subprocess.run(
+            [*map(str, command)],
+            **{"cwd": cwd, "env": env, "capture_output": True, "text": True},
+            timeout=minutes * MINUTE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        printed = [(part or b"").decode()[-5000:] for part in (late.stdout, late.stderr)]
+        raise AssertionError("\n".join((str(late), *printed))) from None
 
 
 def succeeds(*command: str | Path, cwd: Path, **more: str) -> str:
@@ -157,8 +161,9 @@ def fast_tests(checkout: Path, venv: Path, requirements: list[str], *options: st
         "fbgemm-gpu-cpu==1.8.*",
         cwd=venv.parent,
     )
-    fast = (venv / "bin/python", "-m", "pytest", "-q", "-m", "fast")
-    succeeds(*fast, cwd=checkout, minutes=8, PYTHONPATH=str(checkout))
+    # Of a test that hangs it prints the stacks.
+    options = ["-m", "pytest", "-q", "-m", "fast", "-o", "faulthandler_timeout=150"]
+    succeeds(venv / "bin/python", *options, cwd=checkout, minutes=12, PYTHONPATH=str(checkout))
 
 
 def asked() -> tuple[list[str], list[str]]:

@@ -16,8 +16,7 @@ from dataloading.permuted_source import PermutedSource
 from nn.build import build_test_loader
 from nn.importance import measure_importance
 from nn.models.metric import AUC, METRICS
-from nn.training.evaluator import Evaluator
-from nn.training.prediction_pass import predictions
+from nn.training.evaluator import Evaluator, predictions
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.datasets import write_clicks

@@ -29,8 +29,7 @@ from nn.export.tables import Selection, export_tables
 from nn.layers.initialization import fill_uniform_
 from nn.library.loaded_run import Run
 from nn.models.registry import declared_tables
-from nn.training.evaluator import Evaluator
-from nn.training.prediction_pass import predictions
+from nn.training.evaluator import Evaluator, predictions
 from serving.exporting.run import export_model
 from serving.inference.model import ServedModel
 from serving.inference.requests import IdInputs

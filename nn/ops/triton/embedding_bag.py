@@ -1,4 +1,4 @@
-"""Lookup and update of many tables as one Triton kernel each, for GPUs; `nn.embedding.embedding_bags` has both in plain torch.
+"""Lookup and update of tables by a Triton kernel each, for GPUs; `nn.embedding.embedding_bags` has both in plain torch.
 
 FBGEMM has both as well, but its update takes the learning rate and Adam's step count from the host, so every replay of a
 CUDA graph would repeat the captured values. It also sums the gradients of a frequent row with atomic additions. Here every
@@ -7,7 +7,7 @@ scalar comes from device memory and every sum has one order, so a step can be re
 The update sums the gradients of equal keys. The keys are sorted. A program of one warp walks over a block of `LENGTH`
 neighbours, with a few columns per thread, and keeps one running sum. At the end of a run of equal ids the row is updated. A
 run that crosses an edge of the block leaves a partial sum, at most two per block. The partial sums, still sorted, are the
-next level's input, until one block is left.
+next level's input, until every table is one block.
 
 The walk is bound by its instructions and by the latency of its loads. So what is the same for all ids of a block is computed
 before it, a row is touched in a branch, and ids come in groups of `GROUP`: their gradients are loaded together, and the rows

@@ -189,7 +189,8 @@ def _clear(
     out += start * (HEADS * COLUMNS) + program % HEADS * COLUMNS
     zeros = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for first in range(program // HEADS * BLOCK, count, num_blocks * BLOCK):
-        row = first + tl.arange(0, BLOCK)
+        # As many positions as samples may leave unused, times their columns, exceed 32 bits.
+        row = first + tl.arange(0, BLOCK).to(tl.int64)
         _store(out, row, HEADS * COLUMNS, count, zeros, COLUMNS)
 
 

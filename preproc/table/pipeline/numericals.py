@@ -6,7 +6,7 @@ from typing import Any
 
 from configs.messages import shown
 from configs.table_schema import Categorical, History, Numerical, transform_of
-from configs.transforms import TRANSFORMS, transform_named
+from configs.transforms import TRANSFORMS, is_served, transform_named
 from preproc.report.console import ColumnSummary, NumericalRange
 from preproc.table.duckdb_engine import QueryError
 from preproc.table.expressions import (
@@ -42,10 +42,11 @@ def transform_numericals(
     if not features and not lengths_of:
         return Numericals("numerical_", []), {}
     if fit:
-        own = {transform_of(t)[0] for f in features for t in f.transforms} - set(TRANSFORMS)
-        if own:
+        names = {transform_of(transform)[0] for each in features for transform in each.transforms}
+        if own := [name for name in sorted(names) if not is_served(name)]:
             journal.progress.say(
-                f"note: {', '.join(sorted(own))} is not built in, so models of this dataset cannot be exported for raw values"
+                f"note: {', '.join(own)} is not built in with its `python`, so models of this dataset cannot be exported for raw "
+                "values"
             )
         for number, feature in enumerate(features):
             statistics[feature.name] = _fit_all(journal, feature, f"n{number}", rows_of(train))

@@ -23,7 +23,7 @@ from nn.distributed.process_group import HostChannel, Ranks
 from nn.embedding.declared_tables import table_of_feature
 from nn.export.tables import export_tables
 from nn.models.registry import declared_tables
-from nn.resume import load, own_resume_point
+from nn.resume import ResumePoint, load, own_resume_point
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 
 TRAINER = {
@@ -126,8 +126,7 @@ def resume(path: Path, built: Built) -> tuple[list[str], bool]:
     logger, messages = Logger("hostile"), []
     logger.addFilter(lambda record: messages.append(one_line(record.getMessage())))
     try:
-        start = own_resume_point(config, built.source, built.ranks, logger)
-        assert start is not None
+        start = own_resume_point(config, built.source, built.ranks, logger, ResumePoint())
         if start.is_continuation:
             load(config, start, built.step, logger)
     except (ValueError, SharedError) as error:
@@ -304,6 +303,19 @@ FACTS_TO_RESUME: dict[str, Callable[[dict], Any]] = {
     "restored AUC text": lambda x: x["trainer"].update(restored_test_auc="x"),
     "evaluation a list": lambda x: x["trainer"].update(test=[]),
     "evaluation of text": lambda x: x["trainer"]["test"].update(test_auc="x"),
+    "row capacity text": lambda x: x["trainer"].update(row_capacity="x"),
+    "row capacity without rows": lambda x: x["trainer"].update(row_capacity={"shards": []}),
+    "row capacity of text": lambda x: x["trainer"].update(
+        row_capacity={"shards": [], "rows": {"8": [["x"]]}}
+    ),
+    "row capacity of no batch size": lambda x: x["trainer"].update(
+        row_capacity={"shards": [], "rows": {"x": [[1]]}}
+    ),
+    "parts a number": lambda x: x["trainer"].update(parts=7),
+    "part without rows": lambda x: x["trainer"].update(parts=[{"name": "a", "identity": None}]),
+    "part of more": lambda x: x["trainer"].update(
+        parts=[{"name": "a", "rows": 1, "identity": None, "more": 1}]
+    ),
 }
 
 

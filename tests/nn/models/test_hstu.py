@@ -16,7 +16,7 @@ from configs.schema import ModelConfig
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from nn.layers.distinct_rows import DistinctRows
-from nn.layers.hstu import SampleParts, position_index, time_index
+from nn.layers.hstu import SampleParts, position_index, spread_rows, time_index
 from nn.layers.initialization import initialise_dense
 from nn.layers.pass_state import PassState, attach
 from nn.layers.pooled_embeddings import PooledEmbeddings
@@ -575,3 +575,18 @@ def test_it_trains_alike_on_two_ranks_in_chunks_and_with_every_saving(dataset):
         [*others, "2 ranks", "chunks of 2 ranks"], [*found, *of_ranks[0]], strict=True
     ):
         np.testing.assert_allclose(losses, wanted, rtol=2e-5, err_msg=str(other))
+
+
+def test_positions_of_no_sample_do_not_meet_in_one_row():
+    """Gradients of a row are added up one after the other: thousands of zeros would hold a GPU up."""
+    lengths, spare = torch.tensor([30, 0, 40]), 700
+    starts = lengths.cumsum(0) - lengths
+    events = SequenceEvents({}, {}, starts, lengths, torch.zeros(70 + spare).long(), 40)
+    parts = SampleParts.of(events, 2, 1)
+    rows, last = torch.zeros(71, 4), torch.full((spare,), 70)
+    of_events = DistinctRows(rows, torch.cat([torch.arange(70), last]), starts, lengths)
+    of_items = DistinctRows(rows, torch.arange(3), torch.arange(3), torch.ones(3).int())
+    [positions] = parts.positions([of_events], [of_items])
+    places = spread_rows(torch.zeros_like(parts.at.offsets), parts.at, rows)
+    for found in (positions, places[~parts.at.is_inside]):
+        assert found.bincount().max() <= spare // 70 + 2

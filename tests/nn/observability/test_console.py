@@ -276,8 +276,9 @@ def test_the_summary_sets_the_auc_beside_its_bounds_and_lists_the_files(tmp_path
     (tmp_path / "curves.png").touch()
     (tmp_path / "checkpoints").mkdir()
     bounds = {"untrained_test_auc": 0.5, "teacher_auc": 0.83, "peak_hbm_bytes": 3 << 29}
-    print_summary(console, SUMMARY | bounds, METRICS, tmp_path)
+    print_summary(console, SUMMARY | bounds | {"launched_steps": 3}, METRICS, tmp_path)
     lines = [line.rstrip() for line in printed(console).splitlines()]
+    assert "launched    3 steps operation by operation, without CUDA graph" in lines
     assert "test AUC    0.7712  (untrained 0.5000, ceiling 0.8300)" in lines
     assert "log loss    0.4521" in lines
     assert "speed       812,345 samples/s, 80.3 ms/step, 512 steps" in lines

@@ -104,7 +104,10 @@ def check_attention(
     ours = outcome(attention(kernels, at, queries, causal), inputs)
     wanted = outcome(attention(plain_attention, at, queries, causal), [x.float() for x in inputs])
     assert ours[0].dtype is dtype
-    assert worst_difference(ours, wanted) < TOLERANCE[dtype]
+    for number, (one, two) in enumerate(zip(ours, wanted, strict=True)):
+        # A bias that most keys of a query share gets the rounding of the query's result whole: its slopes sum to zero else.
+        tolerance = TOLERANCE[dtype] * (2 if number > 3 else 1)
+        assert worst_difference([one], [two]) < tolerance, (number, columns)
 
 
 @needs_no_gpu

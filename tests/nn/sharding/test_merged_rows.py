@@ -7,6 +7,7 @@ import torch
 
 from dataloading.dataset.batch_layout import NO_ID
 from nn.sharding.merged_rows import MergedRows, of_asked
+from nn.sharding.placement import RankTables
 
 NUM_ROWS, COLUMNS = 9, 4
 ASKED = [7, 2, NO_ID, 0, 2, 7, 8, NO_ID, 2, NO_ID, NO_ID, NO_ID]
@@ -16,7 +17,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("capacity", "lacks"), [(6, False), (4, False), (3, True)])
 def test_distinct_rows_have_the_sums_of_their_gradients(capacity, lacks):
-    tables = SimpleNamespace(ranks=SimpleNamespace(device=CPU), dtype=torch.float32)
+    fields = [None] * 7 + [torch.float32, SimpleNamespace(device=CPU), None, None]
+    tables = RankTables(*fields)
     merged = MergedRows(tables, len(ASKED), NUM_ROWS, capacity, COLUMNS)
     rows, position, order, overflows = merged.merge(torch.tensor(ASKED, dtype=torch.int32))
     kept = sorted(set(ASKED) - {NO_ID})[:capacity]

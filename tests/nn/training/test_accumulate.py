@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nn.checks import check_chunks
+from nn.training.evaluator import predictions
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -48,6 +49,30 @@ def test_chunks_train_as_the_whole_batch(name, num_ranks):
         torch.testing.assert_close(chunked[0], whole[0], rtol=0, atol=1e-6)
         for key, value in whole[1].items():
             torch.testing.assert_close(chunked[1][key], value, rtol=1e-5, atol=2e-6, msg=key)
+
+
+def scores(cases: list[list[str]]) -> list[tuple[torch.Tensor, int]]:
+    """Return the logits of two batches of the test split, and the most rows that the dense component took at once."""
+    found = []
+    with ranks_of_cpu():
+        for each in cases:
+            run, sizes = build(compose_config(*each)), []
+            run.step.dense.register_forward_pre_hook(
+                lambda _, inputs, sizes=sizes: sizes.append(len(inputs[0]))
+            )
+            passed = predictions(run.step, run.test_loader.batches(0, 2), run.ranks.device)
+            found.append((torch.cat([logits.clone() for _, logits in passed]), max(sizes)))
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", TABLES)
+def test_an_evaluation_takes_the_chunks_of_training(name, num_ranks):
+    """All of its batch at once would need the memory that chunks save."""
+    cases = [[*OPTIONS, TABLES[name], *further] for further in ([], [CHUNKS])]
+    for (whole, _), (chunked, most) in run_distributed(scores, num_ranks, cases):
+        torch.testing.assert_close(chunked, whole, rtol=0, atol=1e-6)
+        assert most == -(-64 // num_ranks // 3)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")

@@ -1,12 +1,16 @@
 """The state of the training loop: a checkpoint holds it whole."""
 
+import dataclasses
 import json
 import math
 
+from nn.checkpoint.run_facts import LOOP, check_facts
 from nn.models.metric import AUC, METRICS
+from nn.observability.run_directory import FIRST_AUC
 from nn.training.limits import Day
 from nn.training.loop_state import LoopState, Origin
 
+FACTS = {"num_steps": 12, "feature_spec": "", "index_crc32": 0, "files": {}}
 SCORED = {"split": "test", "rows": 256, "group": None}
 
 
@@ -15,8 +19,23 @@ def trained() -> LoopState:
     state.compare_by(AUC, SCORED)
     state.take_evaluation({"step": 12, "test_auc": 0.7, "test_log_loss": math.nan}, AUC)
     state.other_days = {"next_auc": 0.6}
+    state.key_counts = {"new_keys": 3}
     state.row_capacity = {"shards": [[["item"], [40]]], "rows": {"64": [[21]]}}
+    state.parts = [{"name": "a", "rows": 3, "identity": None, "offsets": [[0, 5]]}]
     return state
+
+
+def test_every_field_is_saved_and_checked():
+    fields = {field.name for field in dataclasses.fields(LoopState)} - {
+        "num_steps",
+        "day",
+        "origin",
+    }
+    renamed = {"best_value": ["best_auc"], "ends_day": ["ends_stage"], "first_auc": FIRST_AUC}
+    names = [name for field in fields for name in renamed.get(field, [field])]
+    assert sorted(names) == sorted(LOOP)
+    assert sorted(trained().facts(ends_day=False)) == sorted(LOOP)
+    check_facts(json.loads(json.dumps(FACTS | {"trainer": trained().facts(ends_day=False)})))
 
 
 def test_a_state_is_the_same_after_saving_and_loading():

@@ -29,10 +29,10 @@ from nn.models.description import _parsed, describe_model
 from nn.models.model import Activations, Model
 from nn.planning.memory_estimate import RankMemory, plan_memory, requests_of
 from nn.sharding import request_capacity
-from nn.sharding.request_capacity import capacity_for
+from nn.sharding.request_capacity import capacity_for, most_expected
 from nn.step_floor import floor_of, power_law_shares, unique_rows
 from nn.tiers.traffic import power_law_share
-from nn.training.prediction_pass import predictions
+from nn.training.evaluator import predictions
 from tests.helpers.composed import TINY, Built, build, compose_config
 from tests.helpers.datasets import make_loader
 from tests.helpers.distributed import run_distributed
@@ -486,7 +486,7 @@ def test_plan_and_floor_count_events_and_rows_that_are_handed_out(dataset, monke
         assert floor.hbm["batch"] == pytest.approx(batch * (8 * (2 + events) + 8 + 12 * ids))
 
 
-def test_a_plan_has_the_distinct_rows_of_a_first_batch(dataset):
+def test_a_plan_has_the_distinct_rows_of_batches(dataset):
     row_wise = "sharding.tables={item: row_wise, hist_genre: data_parallel}"
     options = ("device=cuda", "sharding.hbm_gib=1", "sharding.world_size=2", "train.batch_size=64")
     found = overrides_of(dataset, "sgd", "table_wise", *options, row_wise)
@@ -495,12 +495,16 @@ def test_a_plan_has_the_distinct_rows_of_a_first_batch(dataset):
     plan = {row.table: row for row in checked_plan(config, source, planned_hardware(config))[1]}
     # Not the first 32: ranks get about equally many events.
     loader = make_loader(source, "train", batch_size=64, world_size=2, balances_events=True)
-    ids = source.read("train", loader.rows(0).runs).ids
-    of = dict(zip([feature.name for feature in source.spec.categorical], ids, strict=True))
-    rows = np.unique(np.concatenate([of[name] for name in ("item", "hist_item", "cart_item")]))
-    half = -(-ITEMS // 2)
-    assert plan["item"].batch_rows == (int((rows < half).sum()), int((rows >= half).sum()))
-    assert plan["hist_genre"].batch_rows == (len(np.unique(of["hist_genre"])),)
+    half, counts = -(-ITEMS // 2), []
+    for step in loader.spread_steps():
+        ids = source.read("train", loader.rows(step).runs).ids
+        of = dict(zip([feature.name for feature in source.spec.categorical], ids, strict=True))
+        rows = np.unique(np.concatenate([of[name] for name in ("item", "hist_item", "cart_item")]))
+        genres = len(np.unique(of["hist_genre"]))
+        counts.append((int((rows < half).sum()), int((rows >= half).sum()), genres))
+    *items, genres = map(most_expected, zip(*counts, strict=True))
+    assert plan["item"].batch_rows == tuple(items)
+    assert plan["hist_genre"].batch_rows == (genres,)
     assert plan["pair"].batch_rows == ()
     asked = {each.tables[0]: each for each in requests_of(config, source.spec, [*plan.values()], 2)}
     assert asked["item"].capacity == tuple(map(capacity_for, plan["item"].batch_rows))

@@ -271,7 +271,7 @@ def test_an_auc_below_the_threshold_stops_nothing(tmp_path):
 
 
 def test_the_last_record_has_an_auc_however_far_the_next_would_be(tmp_path, monkeypatch):
-    monkeypatch.setattr("nn.training.trainer.TRAIN_AUC_ROWS", 128)
+    monkeypatch.setattr("nn.training.train_records.TRAIN_AUC_ROWS", 128)
     run = Run(tmp_path / "run", "train.max_steps=7", "log.every=5", "eval.max_steps=1")
     assert [each["step"] for each in run.train] == [5, 7]
     assert all(each["train_auc"] is not None for each in run.train)

@@ -2,11 +2,13 @@
 
 import sys
 
+import duckdb
 import numpy as np
 import pytest
 
-from configs.table_schema import Numerical
-from configs.transforms import Transform
+from configs.table_schema import Numerical, arguments_of
+from configs.transforms import TRANSFORMS, Transform
+from preproc.table.expressions import double, transformed
 from serving.exporting.raw_values import _numerical
 from serving.raw_description import _check_numerical
 from tests.helpers.preproc_command import Refused
@@ -105,6 +107,33 @@ def test_an_export_for_raw_values_is_refused():
     feature = Numerical(name="age", transforms=[{"roots_of_a_user:ROOT": 3}])
     with pytest.raises(ValueError, match="'age' is not built in"):
         _numerical(feature, None, {}, {})
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_server_computes_what_the_engine_does(name):
+    values = [None, -1e30, -7.3, -0.0, 1e-12, 0.1, 3.0, 41.7, 2.5e17]
+    fitted = [0.3, 7.1] if TRANSFORMS[name].fits else []
+    argument = [[0.1, 3.3], 1.7][TRANSFORMS[name].arguments == 1]
+    transform = {name: argument} if TRANSFORMS[name].arguments else name
+    rows = ", ".join("(NULL)" if x is None else f"({double(x)})" for x in values)
+    sql = transformed("x", transform, fitted)
+    found = duckdb.sql(f"SELECT {sql} FROM (VALUES {rows}) AS rows_(x)").fetchall()
+    ours = TRANSFORMS[name].python(values, *arguments_of(transform, fitted))
+    # Logarithms of two libraries may differ in the last bit of a double; what is stored and served is float32 or float16.
+    stored = [None if x is None else np.float32(x) for (x,) in found]
+    assert [None if x is None else np.float32(x) for x in ours] == stored
+
+
+def test_a_built_in_one_without_python_is_refused_for_raw_values(monkeypatch):
+    """Not served as another one."""
+    monkeypatch.setitem(TRANSFORMS, "cube", Transform(sql=lambda x: f"power({x}, 3)"))
+    with pytest.raises(ValueError, match="the transform cube of 'age' is not built in with its"):
+        _numerical(Numerical(name="age", transforms=["cube"]), None, {}, {})
+    feature = {"name": "age", "column": "age", "transforms": ["cube"], "fitted": [[]]}
+    with pytest.raises(ValueError, match="got transform 'cube', want one of fill, clip"):
+        _check_numerical(feature, {"age": 1})
+    monkeypatch.setitem(TRANSFORMS, "cube", Transform(sql=str, python=list))
+    assert _check_numerical(feature, {"age": 1})
 
 
 def test_a_contradictory_record_is_refused():

@@ -1,4 +1,4 @@
-"""The first batch of a plan: that of the train loader, read where training is planned."""
+"""The batches of a plan: some of the train loader's, read where training is planned."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from nn.build import build_train_loader, checked_plan, open_source, planned_hard
 from nn.distributed.process_group import ranks_from_environment
 from nn.planning.memory_estimate import requests_of
 from nn.planning.plan import TablePlan
-from nn.sharding.request_capacity import capacity_for
+from nn.sharding.request_capacity import capacity_for, most_expected
 from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config
 from tests.helpers.datasets import make_loader
@@ -29,9 +29,13 @@ def test_row_groups_are_read_as_the_loader_reads_them(tmp_path, monkeypatch):
     options = overrides("din", write_sequences(tmp_path / "data"))
     config = compose_config(*options, "data.shuffle_block=3")
     loader = build_train_loader(config, open_source(config), ranks_from_environment("cpu"))
-    batch = loader.batch(0)
-    asked = np.unique(np.concatenate([batch.feature(name).values() for name in ITEMS]))
-    assert items_of(config).batch_rows == (len(asked[asked >= 0]),)
+    counts = []
+    for step in loader.spread_steps():
+        batch = loader.batch(step)
+        asked = np.unique(np.concatenate([batch.feature(name).values() for name in ITEMS]))
+        counts.append(int((asked >= 0).sum()))
+    assert len(counts) == 6, "every full batch of 16 of 96 rows"
+    assert items_of(config).batch_rows == (most_expected(counts),)
 
 
 def test_groups_merge_the_rows_of_their_ranks(tmp_path):
@@ -43,11 +47,14 @@ def test_groups_merge_the_rows_of_their_ranks(tmp_path):
     # Of ranks 0 and 1, which have four rows each.
     settings = {"batch_size": 16, "world_size": 4, "balances_events": True}
     loaders = [make_loader(source, "train", rank=rank, **settings) for rank in range(2)]
-    runs = np.concatenate([loader.rows(0).runs for loader in loaders])
-    names = [feature.name for feature in source.spec.categorical]
-    columns = dict(zip(names, source.read("train", runs).ids, strict=True))
-    rows = np.unique(np.concatenate([columns[name] for name in ITEMS]))
-    wanted = (int((rows < 150).sum()), int((rows >= 150).sum()))
+    counts = []
+    for step in loaders[0].spread_steps():
+        runs = np.concatenate([loader.rows(step).runs for loader in loaders])
+        names = [feature.name for feature in source.spec.categorical]
+        columns = dict(zip(names, source.read("train", runs).ids, strict=True))
+        rows = np.unique(np.concatenate([columns[name] for name in ITEMS]))
+        counts.append((int((rows < 150).sum()), int((rows >= 150).sum())))
+    wanted = tuple(map(most_expected, zip(*counts, strict=True)))
     found = items_of(config)
     assert found.group_rows == wanted
     assert all(0 < own < merged for own, merged in zip(found.batch_rows, wanted, strict=True))
@@ -67,7 +74,7 @@ def test_rows_are_scored_of_a_dataset_without_a_training_split(tmp_path):
     ended = run_command(*overrides("din", others), "mode=predict", restored, output)
     assert ended.exit_code == 0, ended.err
     assert "40 rows" in ended.out
-    # A plan does without a first batch.
+    # A plan does without batches.
     config = compose_config(*overrides("din", others), "mode=plan")
     assert items_of(config).batch_rows == ()
 

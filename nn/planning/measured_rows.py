@@ -1,0 +1,80 @@
+"""The distinct rows that a rank's batches ask for, of tables whose rows the dense component takes.
+
+How often ids occur does not tell them: the rows of a user repeat the events of that user.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from configs.schema import Config
+from dataloading.dataset.source import Source
+from dataloading.loader import Loader, LoaderSettings
+from nn.planning.plan import Hardware, TablePlan
+from nn.sharding.request_capacity import most_expected
+
+
+def with_measured_rows(
+    plan: Sequence[TablePlan],
+    declared: Sequence[EmbeddingBagConfig],
+    config: Config,
+    source: Source,
+    split: str,
+    hardware: Hardware,
+) -> list[TablePlan]:
+    """Return the plan with what rank 0 and its group ask of each owner; as it is for clicks that are drawn, and raw keys."""
+    tables = [table for table in plan if table.exchange == "rows" and not table.num_vectors]
+    if not tables or config.data.path is None or source.spec.dynamic_tables:
+        return list(plan)
+    features = {table.name: table.feature_names for table in declared}
+
+    def counted(table: TablePlan, ids: dict[str, np.ndarray]) -> list[int]:
+        distinct = np.unique(np.concatenate([ids[name] for name in features[table.table]]))
+        owners = len(table.ranks) if table.is_row_wise else 1
+        owner = distinct // -(-table.num_embeddings // owners)
+        return np.bincount(owner, minlength=owners).tolist()
+
+    def expected(ranks: int) -> dict[str, tuple[int, ...]]:
+        batches = _ids_of_batches(config, source, split, hardware.world_size, ranks)
+        counts = [[counted(table, ids) for table in tables] for ids in batches]
+        return {
+            table.table: tuple(map(most_expected, zip(*of_table, strict=True)))
+            for table, of_table in zip(tables, zip(*counts, strict=True), strict=True)
+        }
+
+    try:
+        has_merged = 1 < hardware.groups < hardware.world_size
+        of_rank = expected(1)
+        of_group = expected(hardware.world_size // hardware.groups) if has_merged else {}
+    except (OSError, ValueError):
+        # An estimate does without; the loader names what is wrong.
+        return list(plan)
+    return [
+        replace(
+            table,
+            batch_rows=of_rank.get(table.table, ()),
+            group_rows=of_group.get(table.table, ()),
+        )
+        for table in plan
+    ]
+
+
+def _ids_of_batches(
+    config: Config, source: Source, split: str, world_size: int, ranks: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield the ids of each feature in batches of the first `ranks` ranks' loaders, those that a step measures."""
+    settings = LoaderSettings(
+        batch_size=config.train.batch_size,
+        seed=config.seed,
+        shuffle_block=config.data.shuffle_block,
+        balances_events=True,
+    )
+    loaders = [
+        Loader(source, split, settings, rank=rank, world_size=world_size) for rank in range(ranks)
+    ]
+    names = [feature.name for feature in source.spec.categorical]
+    for step in loaders[0].spread_steps() or [0]:
+        runs = np.concatenate([loader.rows(step).runs for loader in loaders])
+        yield dict(zip(names, source.read(split, runs).ids, strict=True))

@@ -1,0 +1,100 @@
+"""Training records: what the steps since the latest one add up to; a record is written when its metrics are there."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nn.distributed.process_group import Ranks
+from nn.metrics.ranking import TRAIN_AUC_ROWS
+from nn.metrics.task_metrics import StartedMetrics, TaskMetrics
+from nn.models.tasks import metrics_of
+from nn.observability.throughput import ThroughputMeter
+from nn.training.loop_state import LoopState
+from nn.training.prefetch import Prefetcher
+from nn.training.train_step import StepResult, TrainStep
+
+
+class TrainRecords:
+    """The training records of a run.
+
+    `write` is called with every record, in their order: on a GPU up to a few steps after its own.
+
+    `rows`: metrics of the rows since the latest record.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        state: LoopState,
+        ranks: Ranks,
+        write: Callable[[dict[str, Any]], None],
+        *,
+        has_weights: bool,
+    ) -> None:
+        self._step, self._state, self._ranks, self._write = step, state, ranks, write
+        self._metrics = [metric for metric in metrics_of(step.tasks) if metric.while_training]
+        self.rows = TaskMetrics(
+            step.tasks, ranks.device, ranks, has_weights=has_weights, while_training=True
+        )
+        self.speed = ThroughputMeter()
+        self._late: tuple[dict[str, Any], StartedMetrics] | None = None
+
+    def count(self, trained: StepResult, rows_to_record: int) -> None:
+        """Count a step, `rows_to_record` before the next record."""
+        self._state.loss_sum += trained.loss
+        self._state.loss_steps += 1
+        if rows_to_record < TRAIN_AUC_ROWS:
+            self.rows.update(trained.logits, trained.batch)
+
+    def take_rows(self, rows: Mapping[str, Tensor]) -> None:
+        """Take logits, labels and weights of all ranks since the latest record from a checkpoint; on one rank."""
+        if rows:
+            self.rows.restore(rows)
+
+    def start(
+        self, head: Mapping[str, Any], prefetcher: Prefetcher, last: Mapping[str, Any]
+    ) -> None:
+        """Make the record of the steps since the latest one, between its first entries and its last ones."""
+        self.write()
+        measured = self.rows.start()
+        self.rows.reset()
+        state, step, key_maps = self._state, self._step, self._step.key_maps
+        record = {
+            **head,
+            "loss": state.loss_sum / state.loss_steps,
+            **step.extra_losses(),
+            # In the place of the metrics, which are written when they are there.
+            **{metric.train_key: math.nan for metric in self._metrics},
+            "lr": step.learning_rate,
+            **self.speed.window(),
+            "data_wait_ms": prefetcher.data_wait_ms / state.loss_steps,
+            "hbm_bytes": peak_hbm_bytes(self._ranks),
+            **step.tables.host_traffic(state.loss_steps),
+            **({} if key_maps is None else key_maps.take_counts(state.loss_steps)),
+            **last,
+        }
+        state.loss_sum, state.loss_steps, prefetcher.data_wait_ms = 0.0, 0, 0.0
+        self._late = record, measured
+        state.last_record = state.num_steps
+        self.write_if_there()
+
+    def write_if_there(self) -> None:
+        """Write the latest record if its metrics are there."""
+        if self._late is not None and self._late[1].are_there():
+            self.write()
+
+    def write(self) -> None:
+        """Write the latest record if it is not written yet; wait for its metrics."""
+        if self._late is None:
+            return
+        (record, measured), self._late = self._late, None
+        values = measured.values()
+        self._write(record | {metric.train_key: values[metric.key] for metric in self._metrics})
+
+
+def peak_hbm_bytes(ranks: Ranks) -> int | None:
+    """Return the peak memory of tensors on this rank's GPU so far."""
+    return torch.cuda.max_memory_allocated(ranks.device) if ranks.device.type == "cuda" else None
