@@ -75,9 +75,7 @@ def main() -> None:
         if ranks.is_rank0:
             (args.out / "checkpoint.json").write_text(json.dumps(result, indent=2) + "\n")
             for name, value in result.items():
-                print(
-                    f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}"
-                )
+                print(f"{name:28} {value:{',.3f' * isinstance(value, float)}}")
 
 
 def measured(

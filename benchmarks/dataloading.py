@@ -10,7 +10,6 @@ a machine with a GPU. `--data DIR` reads the training rows of a dataset instead,
 generated, and counts its events too.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from time import perf_counter, process_time
 import numpy as np
 import torch
 
+from benchmarks.launch import command_parser
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
@@ -108,9 +108,7 @@ def parse() -> tuple[dict[str, int], Path | None]:
         "epochs": 5,
         "processes": int(torch.cuda.is_available()),
     }
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument(
         "option", nargs="*", help=" ".join(f"{key}={value}" for key, value in options.items())
     )

@@ -7,9 +7,9 @@
 What is counted, and what burst and sustained are, `nn/step_floor.py` says. Tables that the row's plan replicates are not sent.
 """
 
-import argparse
 from pathlib import Path
 
+from benchmarks.launch import command_parser
 from benchmarks.rows import ROWS, Row
 from nn.build import build_plan, model_spec, open_source
 from nn.planning.plan import Hardware, replicated_tables
@@ -34,9 +34,7 @@ def floor_of_row(row: Row, gpu: str = "", data_path: Path | None = None) -> Floo
 
 def main() -> None:
     """Print the floors of the rows of the command line; of all rows by default."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"any of {', '.join(ROWS)}")
     parser.add_argument("--explain", action="store_true", help="print every term")
     parser.add_argument("--gpu", default="H200", choices=[*HBM_BYTES_PER_S], help="the card")

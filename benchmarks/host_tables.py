@@ -20,14 +20,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.launch import command_parser
 from benchmarks.rows import compose_row
 from configs.schema import Config
 from dataloading.batch import Batch
 from nn.build import build_plan, build_step, build_train_loader, hardware_of, open_source
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
+from nn.distributed.sharded_tensor import local_tensors
 from nn.planning.host_tables import link_ms
 from nn.planning.plan import TablePlan
-from nn.sharding.tables import local_tensors
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
 
@@ -49,9 +50,7 @@ LIVE_BATCHES = 3
 
 def main() -> None:
     """Compare bits, or measure the caches of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument(
         "--check",
         nargs="*",

@@ -9,13 +9,13 @@
 for the same mask.
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.launch import command_parser
 from nn.layers.hstu import SampleParts
 from nn.layers.sequence_events import SequenceEvents
 from nn.ops.hstu_attention import JaggedPositions
@@ -136,9 +136,7 @@ def sweep(lengths: Tensor) -> None:
 
 def main() -> None:
     """Print a table of times and speeds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2672, 4096])
     parser.add_argument("--sweep", action="store_true", help="try other blocks of the kernels")
     args = parser.parse_args()

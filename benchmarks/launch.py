@@ -1,6 +1,8 @@
 """Start of a benchmark: options, output, and a launcher with a clean end, since ranks left on a GPU would spoil the next one."""
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -8,9 +10,15 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 
 from dataloading.dataset.durable_files import exclusive
+
+
+def command_parser(description: str | None) -> ArgumentParser:
+    """Return a parser whose help begins with the docstring of a module, as it is written."""
+    return ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
 
 
 @contextmanager
@@ -32,7 +40,7 @@ def writer_options(
 ) -> dict[str, str]:
     """Return the options `KEY=VALUE` of a command that writes files."""
     options = dict(defaults)
-    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser = command_parser(description)
     others = " ".join(key for key in options if key != "output")
     parser.add_argument("option", nargs="+", help=f"output=DIR {others}")
     for option in parser.parse_args().option:
@@ -67,6 +75,28 @@ def launched(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+
+
+def ends_well(command: list[str], log: Path, timeout_s: float) -> bool:
+    """Run a command; return whether it ends well within the time, and print the errors of its log if not."""
+    log.write_text(shlex.join(command) + "\n")
+    with launched(command, log) as launcher:
+        try:
+            exit_code = launcher.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            print(f"no end within {timeout_s:g} s, see {log}", file=sys.stderr)
+            return False
+    if exit_code:
+        print(f"exit code {exit_code}, see {log}", file=sys.stderr)
+        lines = log.read_text().splitlines()
+        # The last lines of the log are the launcher's own traceback.
+        errors = [line for line in lines if re.match(r"error: |[\w.]+Error\b", line)]
+        print("\n".join(errors or lines[-15:]), file=sys.stderr)
+    return exit_code == 0
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"min": min(values), "median": median(values), "max": max(values)}
 
 
 def started_by(pid: int) -> list[int]:

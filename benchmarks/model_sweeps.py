@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.launch import command_parser
 from benchmarks.rows import ROOT
 from configs.option_values import written
 
@@ -109,9 +110,7 @@ def line_of(name: str, seeds: list[dict[str, float]]) -> str:
 def main() -> None:
     """Sweep and test the models of the command line, all by default; print a table and write results.json."""
     known = list(yaml.safe_load(SPACES.read_text())["models"])
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("names", nargs="*", help=f"models ({', '.join(known)}) and options of runs")
     parser.add_argument("--data", type=Path, required=True, help="dataset directory")
     parser.add_argument("--out", type=Path, required=True, help="folder of all results")

@@ -12,7 +12,6 @@ CPU time is the total of all processes; it varies less than wall time where othe
 exceeds `memory_gib` is stopped. The exit code is 1 if the bytes differ.
 """
 
-import argparse
 import filecmp
 import glob
 import gzip
@@ -27,6 +26,7 @@ from pathlib import Path
 from time import perf_counter, sleep
 
 from benchmarks.day_files import write_days
+from benchmarks.launch import command_parser
 
 PEERS_DIRECTORY = Path(__file__).parent / "peers"
 OPTIONS = {
@@ -142,9 +142,7 @@ def count_lines(path: str) -> int:
 
 def parse(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the options of this benchmark, and those for `python -m preproc`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     usage = " ".join(f"{key}={value}" for key, value in OPTIONS.items())
     parser.add_argument("option", nargs="*", help=usage)
     options, passed_on = dict(OPTIONS), []

@@ -1,12 +1,14 @@
 """The rows of the training benchmark: recipe, number of GPUs, tables and ids."""
 
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
 
 from hydra import compose, initialize_config_module
 
+from benchmarks.launch import command_parser
 from configs.command_line import register
 from configs.overrides import drop_replaced
 from configs.schema import Config
@@ -36,6 +38,10 @@ class Row:
     synthetic: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
     users: int = field(default=0, kw_only=True)
 
+    def plus(self, *overrides: str, **changes: Any) -> "Row":
+        """Return the row with further overrides, and other values of fields."""
+        return replace(self, overrides=(*self.overrides, *overrides), **changes)
+
     def config(self, data_path: Path | None = None) -> Config:
         """Return the configuration of the row's command line; a log of listens must lie at `data_path`."""
         if self.users:
@@ -63,7 +69,7 @@ def compose_row(recipe: str, *overrides: str) -> Config:
 
 def run_parser(description: str | None, *, out: str) -> ArgumentParser:
     """Return the parser of `RECIPE [overrides] --out DIR` for benchmarks of one run; `out` is the help of --out."""
-    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    parser = command_parser(description)
     parser.add_argument("recipe", choices=["dlrm", "dcnv2"])
     parser.add_argument("overrides", nargs="*", help="such as experiment=dlrm_criteo_t3")
     parser.add_argument("--out", type=Path, required=True, help=out)
@@ -78,9 +84,12 @@ def in_tier(tier: str, cache: float, **others: float) -> str:
 
 
 T15 = ("dlrm_criteo_t15", "criteo_t15")
+RAGGED = Row("dlrm", 1, *T15, ragged=6, train_rows=100 * 65_536)
+WEAK_2 = ("train.batch_size=131072",)
 GIANT = ("dlrm_criteo_t15", "criteo_giant")
 CROSS_T15 = ("dcnv2_criteo_t15", "criteo_t15")
-MLPERF = ("dcnv2_mlperf", "criteo_mlperf")
+MLPERF = Row("dcnv2", 1, "dcnv2_mlperf", "criteo_mlperf", train_rows=50 * 65_536)
+STATE_PER_ROW = ("optimizer.embedding_name=rowwise_adagrad",)
 ROW_WISE = ("sharding.types=[row_wise]",)
 BF16_TABLES = ("model.embedding_dtype=bf16",)
 BF16 = ("train.amp=bf16",)
@@ -106,10 +115,7 @@ DEEPFM = Row(
     train_rows=FEW_ROWS,
 )
 FAMILY = {
-    f"{name}_1": replace(
-        DEEPFM,
-        overrides=(*DEEPFM.overrides, f"model.name={name}", "model.embedding_dim=16"),
-    )
+    f"{name}_1": DEEPFM.plus(f"model.name={name}", "model.embedding_dim=16")
     for name in (
         *("finalmlp", "masknet", "wukong", "shared_bottom", "mmoe", "ple"),
         *("rankmixer", "fcn", "autoint", "xdeepfm", "pepnet"),
@@ -117,9 +123,9 @@ FAMILY = {
 }
 # Four features of the user and the item, whose gates weigh the towers, and one of the domain.
 PEPNET = ("model.domain_features=[cat_5]", "model.prior_features=[cat_0,cat_1,cat_2,cat_3]")
-FAMILY["pepnet_1"] = replace(FAMILY["pepnet_1"], overrides=(*FAMILY["pepnet_1"].overrides, *PEPNET))
+FAMILY["pepnet_1"] = FAMILY["pepnet_1"].plus(*PEPNET)
 """Models without a recipe of their own, with their default sizes."""
-MIXER = replace(FAMILY["rankmixer_1"], overrides=(*FAMILY["rankmixer_1"].overrides, *BF16))
+MIXER = FAMILY["rankmixer_1"].plus(*BF16)
 OF_100M = ("model.token_dim=768", "model.expansion=3")
 SOK = Row("main", 1, "embedding_mlp_sok", "sok", exponent=0, train_rows=50 * 65_536)
 DIN = Row(
@@ -170,31 +176,19 @@ ROWS = {
     "dlrm_t15_2": Row("dlrm", 2, *T15),
     "dlrm_t15_4": Row("dlrm", 4, *T15),
     # Weak scaling: 65,536 rows per GPU; its first point is dlrm_t15_1.
-    "dlrm_t15_2_weak": Row("dlrm", 2, *T15, overrides=("train.batch_size=131072",)),
+    "dlrm_t15_2_weak": Row("dlrm", 2, *T15, overrides=WEAK_2),
     "dlrm_t15_4_weak": Row("dlrm", 4, *T15, overrides=("train.batch_size=262144",)),
     # One thing changed at a time.
     # Data as most users have it: 6 of 26 features with 5 ids on average. Tables whose rows lie on several GPUs.
-    "dlrm_t15_1_ragged": Row("dlrm", 1, *T15, ragged=6, train_rows=100 * 65_536),
-    "dlrm_t15_2_ragged": Row("dlrm", 2, *T15, ragged=6, train_rows=100 * 65_536),
-    "dlrm_t15_2_weak_ragged": Row(
-        "dlrm",
-        2,
-        *T15,
-        ragged=6,
-        overrides=("train.batch_size=131072",),
-        train_rows=100 * 65_536,
-    ),
+    "dlrm_t15_1_ragged": RAGGED,
+    "dlrm_t15_2_ragged": replace(RAGGED, world_size=2),
+    "dlrm_t15_2_weak_ragged": replace(RAGGED, world_size=2, overrides=WEAK_2),
     "dlrm_t15_2_rows": Row("dlrm", 2, *T15, overrides=ROW_WISE),
-    "dlrm_t15_2_weak_rows": Row("dlrm", 2, *T15, overrides=(*ROW_WISE, "train.batch_size=131072")),
+    "dlrm_t15_2_weak_rows": Row("dlrm", 2, *T15, overrides=(*ROW_WISE, *WEAK_2)),
     # Distinct rows of whole tables instead of vectors, where they are fewer bytes; not measured yet.
     "dlrm_t15_2_least": Row("dlrm", 2, *T15, overrides=("sharding.exchange=least",)),
-    "dlrm_t15_2_mixed": Row(
-        "dlrm",
-        2,
-        *T15,
-        ragged=1,
-        overrides=("sharding.tables={cat_9: row_wise}",),
-        train_rows=100 * 65_536,
+    "dlrm_t15_2_mixed": replace(
+        RAGGED, world_size=2, ragged=1, overrides=("sharding.tables={cat_9: row_wise}",)
     ),
     "dlrm_t15_1_8192": Row("dlrm", 1, *T15, overrides=("train.batch_size=8192",)),
     "dlrm_t15_1_16384": Row("dlrm", 1, *T15, overrides=("train.batch_size=16384",)),
@@ -236,67 +230,43 @@ ROWS = {
     "dcnv2_t15_1_fp32": Row("dcnv2", 1, *CROSS_T15, overrides=FP32),
     "dcnv2_t15_1_fp16": Row("dcnv2", 1, *CROSS_T15, overrides=FP16),
     "dcnv2_t15_2": Row("dcnv2", 2, *CROSS_T15),
-    "dcnv2_t15_2_weak": Row("dcnv2", 2, *CROSS_T15, overrides=("train.batch_size=131072",)),
+    "dcnv2_t15_2_weak": Row("dcnv2", 2, *CROSS_T15, overrides=WEAK_2),
     "dcnv2_t15_4": Row("dcnv2", 4, *CROSS_T15),
     "dcnv2_t3_4": Row("dcnv2", 4, "dcnv2_criteo_t3", "criteo_t3"),
     # MLPerf's DCNv2: 214 lookups per sample, a global batch of 32,768. On one GPU the tables leave memory for one optimizer
     # state per row.
-    "dcnv2_mlperf_1": Row(
-        "dcnv2",
-        1,
-        *MLPERF,
-        overrides=("optimizer.embedding_name=rowwise_adagrad",),
-        train_rows=50 * 65_536,
-    ),
-    "dcnv2_mlperf_1_fp8": Row(
-        "dcnv2",
-        1,
-        *MLPERF,
-        overrides=("optimizer.embedding_name=rowwise_adagrad", *FULL_FP8),
-        train_rows=50 * 65_536,
-    ),
-    "dcnv2_mlperf_1_bf16_tables": Row(
-        "dcnv2",
-        1,
-        *MLPERF,
-        overrides=("optimizer.embedding_name=rowwise_adagrad", *BF16_TABLES),
-        train_rows=50 * 65_536,
-    ),
+    "dcnv2_mlperf_1": replace(MLPERF, overrides=STATE_PER_ROW),
+    "dcnv2_mlperf_1_fp8": replace(MLPERF, overrides=(*STATE_PER_ROW, *FULL_FP8)),
+    "dcnv2_mlperf_1_bf16_tables": replace(MLPERF, overrides=(*STATE_PER_ROW, *BF16_TABLES)),
     # Adagrad with a state per element: 194.7 GiB, of which the planner puts most into host memory; and on the fewest GPUs that
     # it fits.
-    "dcnv2_mlperf_elementwise_1_host": Row("dcnv2", 1, *MLPERF, train_rows=50 * 65_536),
-    "dcnv2_mlperf_elementwise_2": Row("dcnv2", 2, *MLPERF, train_rows=50 * 65_536),
-    "dcnv2_mlperf_4": Row("dcnv2", 4, *MLPERF, train_rows=50 * 65_536),
+    "dcnv2_mlperf_elementwise_1_host": MLPERF,
+    "dcnv2_mlperf_elementwise_2": replace(MLPERF, world_size=2),
+    "dcnv2_mlperf_4": replace(MLPERF, world_size=4),
     # HugeCTR's examples in their own precision, fp32, and with a bf16 dense component.
     "movielens_1": MOVIELENS,
-    "movielens_1_bf16": replace(MOVIELENS, overrides=(*MOVIELENS.overrides, *BF16)),
+    "movielens_1_bf16": MOVIELENS.plus(*BF16),
     "wide_deep_1": WIDE_DEEP,
-    "wide_deep_1_bf16": replace(WIDE_DEEP, overrides=(*WIDE_DEEP.overrides, *BF16)),
+    "wide_deep_1_bf16": WIDE_DEEP.plus(*BF16),
     "deepfm_1": DEEPFM,
-    "deepfm_1_bf16": replace(DEEPFM, overrides=(*DEEPFM.overrides, *BF16)),
+    "deepfm_1_bf16": DEEPFM.plus(*BF16),
     **FAMILY,
     # Dense parameters: 10 and 113 million.
-    "rankmixer_1_10m": replace(
-        MIXER, overrides=(*MIXER.overrides, "model.token_dim=224", OF_100M[1])
-    ),
-    "rankmixer_1_100m": replace(MIXER, overrides=(*MIXER.overrides, *OF_100M)),
-    "rankmixer_1_100m_16384": replace(
-        MIXER,
-        overrides=(*MIXER.overrides, *OF_100M, "train.batch_size=16384"),
-        train_rows=200 * 16_384,
+    "rankmixer_1_10m": MIXER.plus("model.token_dim=224", OF_100M[1]),
+    "rankmixer_1_100m": MIXER.plus(*OF_100M),
+    "rankmixer_1_100m_16384": MIXER.plus(
+        *OF_100M, "train.batch_size=16384", train_rows=200 * 16_384
     ),
     "sok_1": SOK,
-    "sok_1_bf16": replace(SOK, overrides=(*SOK.overrides, *BF16)),
+    "sok_1_bf16": SOK.plus(*BF16),
     # DIN: 50 positions of history in the table of the item.
     "din_1": DIN,
-    "din_1_bf16_100": replace(
-        DIN, overrides=(*DIN.overrides, *BF16), synthetic=(("hotness", "[1,1,10,100]"),)
-    ),
+    "din_1_bf16_100": DIN.plus(*BF16, synthetic=(("hotness", "[1,1,10,100]"),)),
     "din_1_bf16_events": DIN_EVENTS,
     "sasrec_1_events": replace(DIN, overrides=SASREC, synthetic=LONG, train_rows=614_400),
-    "din_1_bf16": replace(DIN, overrides=(*DIN.overrides, *BF16)),
+    "din_1_bf16": DIN.plus(*BF16),
     # MLPerf's dlrm_v4, 1,024 samples a GPU of 2,700 positions on average.
     "hstu_1": HSTU,
-    "hstu_2": replace(HSTU, world_size=2, overrides=(*HSTU.overrides, "train.batch_size=2048")),
-    "hstu_4": replace(HSTU, world_size=4, overrides=(*HSTU.overrides, "train.batch_size=4096")),
+    "hstu_2": HSTU.plus("train.batch_size=2048", world_size=2),
+    "hstu_4": HSTU.plus("train.batch_size=4096", world_size=4),
 }

@@ -9,11 +9,8 @@ The command prints two tables for benchmarks/README.md and writes --out/ROW.json
 with date, machine and commit are in benchmarks/README.md.
 """
 
-import argparse
 import json
 import os
-import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -25,7 +22,7 @@ import yaml
 
 from benchmarks.dataset import ragged_dataset
 from benchmarks.floors import floor_of_row
-from benchmarks.launch import held_output, launched
+from benchmarks.launch import command_parser, ends_well, held_output, spread
 from benchmarks.rows import ROOT, ROWS, Row
 from nn.observability.environment import git_commit
 from nn.observability.trace_breakdown import DATA_WAIT, KERNEL_PHASES
@@ -39,9 +36,7 @@ RECORD_EVERY = 50
 
 def main() -> None:
     """Run the rows of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("rows", nargs="+", choices=[*ROWS], metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--data", type=Path, required=True, help="folder of the datasets")
     parser.add_argument(
@@ -61,7 +56,8 @@ def main() -> None:
         for name in args.rows:
             run_dir = args.out / name
             dataset = row_dataset(ROWS[name], args.data)
-            if not _run(name, command_of(ROWS[name], dataset, run_dir, args.steps), args):
+            command = command_of(ROWS[name], dataset, run_dir, args.steps)
+            if not ends_well(command, args.out / f"{name}.log", args.timeout_s):
                 failed.append(name)
                 continue
             result = read_result(name, ROWS[name], run_dir, data_path=dataset)
@@ -88,25 +84,6 @@ def command_of(row: Row, data_path: Path, run_dir: Path, steps: int) -> list[str
     ]
 
 
-def _run(name: str, command: list[str], args: argparse.Namespace) -> bool:
-    log = args.out / f"{name}.log"
-    log.write_text(shlex.join(command) + "\n")
-    with launched(command, log) as launcher:
-        try:
-            exit_code = launcher.wait(args.timeout_s)
-        except subprocess.TimeoutExpired:
-            print(f"`{name}` took more than {args.timeout_s:g} s, see {log}", file=sys.stderr)
-            return False
-    if exit_code:
-        print(f"`{name}`: exit code {exit_code}, see {log}", file=sys.stderr)
-        lines = log.read_text().splitlines()
-        # The last lines of the log are the launcher's own traceback.
-        errors = [line for line in lines if re.match(r"error: |[\w.]+Error\b", line)]
-        print("\n".join(errors or lines[-15:]), file=sys.stderr)
-        return False
-    return True
-
-
 def read_result(
     name: str,
     row: Row,
@@ -122,7 +99,8 @@ def read_result(
     breakdown = json.loads((run_dir / "profile/summary.json").read_text())
     memory = run_dir / "memory.json"
     planned = json.loads(memory.read_text())[0] if memory.exists() else None
-    step_ms = floor.global_batch_size / _median(records, "samples_per_s") * 1e3
+    speeds = spread([record["samples_per_s"] for record in records])
+    step_ms = floor.global_batch_size / speeds["median"] * 1e3
     return {
         "row": name,
         "recipe": row.recipe,
@@ -134,13 +112,9 @@ def read_result(
         "commit": git_commit(ROOT),
         "environment": lines[0],
         "num_records": len(records),
-        "samples_per_s": {
-            "min": min(record["samples_per_s"] for record in records),
-            "median": _median(records, "samples_per_s"),
-            "max": max(record["samples_per_s"] for record in records),
-        },
+        "samples_per_s": speeds,
         "step_ms": step_ms,
-        "data_wait_ms": _median(records, "data_wait_ms"),
+        "data_wait_ms": statistics.median(record["data_wait_ms"] for record in records),
         "peak_hbm_bytes": records[-1]["hbm_bytes"],
         "planned_hbm_bytes": planned,
         "floor": asdict(floor)
@@ -154,10 +128,6 @@ def read_result(
         "times_the_sustained_floor": step_ms / floor.sustained_ms,
         "breakdown": breakdown,
     }
-
-
-def _median(records: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(record[key] for record in records)
 
 
 HEAD = (

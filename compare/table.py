@@ -5,7 +5,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compare.run_record import RunRecord, differing
-from configs.option_values import written
+from configs.option_values import short_names, written
 from nn.models.metric import Metric, best_of
 from nn.observability.records import BASELINE
 
@@ -133,15 +133,6 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
     absolute = [os.path.abspath(path) for path in paths]
     common = os.path.commonpath(absolute)
     return [os.path.relpath(path, common) for path in absolute]
-
-
-def short_names(options: Sequence[str], taken: Collection[str] = ()) -> list[str]:
-    """Return the last parts of the names of options, and the complete name where two would be equal, or one is taken."""
-    last = [option.rpartition(".")[2] for option in options]
-    return [
-        name if last.count(name) == 1 and name not in taken else option
-        for option, name in zip(options, last, strict=True)
-    ]
 
 
 def rows_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:

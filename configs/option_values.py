@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -129,6 +129,15 @@ def written(value: Any, number: Callable[[float], str] = repr) -> str:
     if isinstance(value, Enum):
         return value.name
     return number(value) if isinstance(value, float) else str(value)
+
+
+def short_names(options: Sequence[str], taken: Collection[str] = ()) -> list[str]:
+    """Return the last parts of the names of options, and the complete name where two would be equal, or one is taken."""
+    last = [option.rpartition(".")[2] for option in options]
+    return [
+        name if last.count(name) == 1 and name not in taken else option
+        for option, name in zip(options, last, strict=True)
+    ]
 
 
 def expand_home(composed: DictConfig, schema: type) -> None:

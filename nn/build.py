@@ -395,17 +395,14 @@ def build_loaders(
 def build_train_loader(
     config: Config, source: Source, ranks: Ranks, key_maps: "KeyMaps | None" = None
 ) -> Loader:
-    return _loader(
+    settings = _loader_settings(
         config,
-        source,
-        ranks,
-        TRAIN_SPLIT,
-        key_maps,
         batch_size=config.train.batch_size,
         shuffle_block=config.data.shuffle_block,
         admits_keys=Component.tables not in config.train.freeze,
         balances_events=True,
     )
+    return loader_of_rank(source, TRAIN_SPLIT, settings, ranks, key_maps)
 
 
 def build_test_loader(
@@ -416,23 +413,13 @@ def build_test_loader(
     key_maps: "KeyMaps | None" = None,
 ) -> Loader:
     """Build this rank's loader of a split, by default the one to evaluate on, in the order on disk."""
-    split, batch_size = split or config.eval.split, config.eval.batch_size
-    return _loader(config, source, ranks, split, key_maps, batch_size=batch_size, only_scores=True)
+    settings = _loader_settings(config, batch_size=config.eval.batch_size, only_scores=True)
+    return loader_of_rank(source, split or config.eval.split, settings, ranks, key_maps)
 
 
-def _loader(
-    config: Config,
-    source: Source,
-    ranks: Ranks,
-    split: str,
-    key_maps: "KeyMaps | None",
-    **settings: Any,
-) -> Loader:
+def _loader_settings(config: Config, **own: Any) -> LoaderSettings:
     data = config.data
-    complete = LoaderSettings(
-        seed=config.seed, prefetch=data.prefetch, workers=data.workers, **settings
-    )
-    return loader_of_rank(source, split, complete, ranks, key_maps)
+    return LoaderSettings(seed=config.seed, prefetch=data.prefetch, workers=data.workers, **own)
 
 
 def loader_of_rank(

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from configs.exit_codes import INTERRUPTED_EXIT_CODE, RESUME_EXIT_CODE
 from configs.messages import on_one_line
+from configs.option_values import short_names
 from configs.overrides import refuse_unresolved, texts_of, to_config
 from nn.distributed.launcher import is_launched
 from nn.shared_imports import import_for_runs
@@ -174,12 +175,7 @@ def named(number: int, values: dict[str, Any]) -> str:
     Two names with the same last part are written completely. Brackets, quotes and spaces are left out; other characters that
     paths or shells treat otherwise become `_`.
     """
-    options = [option.lstrip("+") for option in values]
-    last = [option.rpartition(".")[2] for option in options]
-    short = [
-        name if last.count(name) == 1 else option
-        for option, name in zip(options, last, strict=True)
-    ]
+    short = short_names([option.lstrip("+") for option in values])
     text = ",".join(
         f"{option}={value}" for option, value in zip(short, values.values(), strict=True)
     )

@@ -35,7 +35,7 @@ from nn.build import (
 from nn.checkpoint.directory import CHECKPOINTS
 from nn.checkpoint.mirror import catch_up
 from nn.checks import check_run, count, open_checked
-from nn.distributed.errors import DivergedError, RankError, SharedError
+from nn.distributed.errors import DivergedError, EndOfRunError, RankError, SharedError
 from nn.distributed.failures import report_faults, report_lost_rank
 from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import Ranks, process_group, process_rank, ranks_from_environment
@@ -52,7 +52,6 @@ from nn.observability.profiler import Profiler
 from nn.observability.records import DATA_IDENTITY, DAY, ENDED, PLAN, PROBLEM
 from nn.observability.run_directory import RunDirectory, draw_missing_pictures, empty_summary
 from nn.observability.run_lock import RunLock
-from nn.observers.choice import ENDS_OF_RUNS
 from nn.planning.exchange import planned_links
 from nn.planning.memory_estimate import RankMemory, plan_memory
 from nn.planning.plan import Hardware, TablePlan
@@ -245,7 +244,7 @@ def _errors_of_own_model(name: str) -> Iterator[None]:
     """Report an error in the code of a model outside the project, `package.module:Class`, as a RankError of one line."""
     try:
         yield
-    except ENDS_OF_RUNS:
+    except EndOfRunError:
         raise
     except Exception as error:
         if ":" in name and has_raised(name.partition(":")[0], error):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from optuna.distributions import CategoricalDistribution
 
-from compare.table import short_names
 from configs.messages import shortened
+from configs.option_values import short_names
 from configs.palette import FAINT, INK, TRAIN
 from nn.models.metric import Metric
 from nn.plots.style import picture

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compare.run_record import RunRecord
-from compare.table import short_names
+from configs.option_values import short_names
 from configs.options import require
 from dataloading.dataset.durable_files import replace_link, replace_text
 from nn.observability.records import METRICS

@@ -10,7 +10,6 @@ lie in pinned memory, so no loader is measured either. Learning rates are consta
 import argparse
 import json
 import os
-import statistics
 import time
 from collections.abc import Iterator
 from itertools import cycle
@@ -35,6 +34,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from benchmarks.launch import spread
 from benchmarks.rows import ROWS
 from configs.schema import Config
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -109,11 +109,7 @@ def main() -> None:
             "dense": args.dense,
             "world_size": num_ranks,
             "global_batch_size": num_rows * num_ranks,
-            "samples_per_s": {
-                "min": min(speeds) * num_ranks,
-                "median": statistics.median(speeds) * num_ranks,
-                "max": max(speeds) * num_ranks,
-            },
+            "samples_per_s": spread([speed * num_ranks for speed in speeds]),
             "peak_hbm_bytes": torch.cuda.max_memory_reserved() if on_gpu else None,
         }
         args.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -17,12 +17,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.launch import command_parser
 from benchmarks.rows import ROOT
 
 TRAINED = 0.9
@@ -41,17 +42,10 @@ class Pair:
     epochs: int = EPOCHS
 
 
+MLP = {"hidden_units": [256, 128], "net_dropout": 0.2}
 PAIRS = {
-    "wide_deep": Pair(
-        "WideDeep/WideDeep_torch",
-        "WideDeep",
-        {"hidden_units": [256, 128], "net_dropout": 0.2},
-    ),
-    "deepfm": Pair(
-        "DeepFM/DeepFM_torch",
-        "DeepFM",
-        {"hidden_units": [256, 128], "net_dropout": 0.2},
-    ),
+    "wide_deep": Pair("WideDeep/WideDeep_torch", "WideDeep", MLP),
+    "deepfm": Pair("DeepFM/DeepFM_torch", "DeepFM", MLP),
     "dcnv2": Pair(
         "DCNv2",
         "DCNv2",
@@ -62,11 +56,7 @@ PAIRS = {
             "net_dropout": 0.2,
         },
     ),
-    "dlrm": Pair(
-        "DLRM",
-        "DLRM",
-        {"top_mlp_units": [256, 128], "top_mlp_dropout": 0.2},
-    ),
+    "dlrm": Pair("DLRM", "DLRM", {"top_mlp_units": [256, 128], "top_mlp_dropout": 0.2}),
     "finalmlp": Pair(
         "FinalMLP",
         "FinalMLP",
@@ -120,15 +110,16 @@ class Results:
 
     path: Path
 
-    def get(self, key: list[Any]) -> dict[str, float] | None:
-        """Return the metrics of a run, or None if it has not finished."""
+    def auc(self, key: list[Any], train: Callable[[], dict[str, float]]) -> float:
+        """Return the AUC of a run, which `train` makes unless it has finished."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         of_key = {json.dumps(line["run"]): line["metrics"] for line in map(json.loads, lines)}
-        return of_key.get(json.dumps(key))
-
-    def add(self, key: list[Any], metrics: dict[str, float]) -> None:
-        with self.path.open("a") as stream:
-            stream.write(json.dumps({"run": key, "metrics": metrics}) + "\n")
+        metrics = of_key.get(json.dumps(key))
+        if metrics is None:
+            metrics = train()
+            with self.path.open("a") as stream:
+                stream.write(json.dumps({"run": key, "metrics": metrics}) + "\n")
+        return metrics["auc"]
 
 
 def train_ours(data: Path, run_dir: Path, overrides: Iterable[str]) -> dict[str, float]:
@@ -175,9 +166,7 @@ def preprocess(source: Path, out: Path, validate: bool) -> Path:
 
 def main() -> None:
     """Train the models of the command line in both libraries, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("models", nargs="*", default=list(PAIRS), help=", ".join(PAIRS))
     parser.add_argument("--source", type=Path, required=True, help="raw logs, plain text")
     parser.add_argument("--out", type=Path, required=True, help="folder for data and runs")
@@ -207,27 +196,18 @@ def main() -> None:
 
 def _ours(name: str, seed: int, data: Path, args: argparse.Namespace, results: Results) -> float:
     overrides = [f"experiment={name}_criteo_buckets", *COMMON, *args.set, f"seed={seed}"]
-    key = [data.name, *overrides]
-    metrics = results.get(key)
-    if metrics is None:
-        run_dir = args.out.resolve() / "runs" / f"{data.name}-{name}-{seed}-{os.getpid()}"
-        metrics = train_ours(data, run_dir, overrides)
-        results.add(key, metrics)
-    return metrics["auc"]
+    run_dir = args.out.resolve() / "runs" / f"{data.name}-{name}-{seed}-{os.getpid()}"
+    return results.auc([data.name, *overrides], lambda: train_ours(data, run_dir, overrides))
 
 
 def _peer(name: str, seed: int, data: Path, args: argparse.Namespace, results: Results) -> float:
     pair = PAIRS[name]
     settings = PEER_COMMON | pair.peer_settings | args.peer_set
     key = [data.name, pair.model_class, settings, EPOCHS, pair.batch_size, seed]
-    metrics = results.get(key)
-    if metrics is None:
-        # The path stays a link: a virtual environment's Python is one.
-        python = Path(os.path.abspath(args.python))
-        folder = args.zoo.resolve() / pair.folder
-        metrics = train_peer(python, folder, pair, data, settings, seed)
-        results.add(key, metrics)
-    return metrics["auc"]
+    # The path stays a link: a virtual environment's Python is one.
+    python = Path(os.path.abspath(args.python))
+    folder = args.zoo.resolve() / pair.folder
+    return results.auc(key, lambda: train_peer(python, folder, pair, data, settings, seed))
 
 
 def _row(aucs: list[float]) -> str:

@@ -7,13 +7,11 @@ compiled in bf16. The datasets are those of `python -m benchmarks.train`, genera
 table for benchmarks/README.md and writes --out/ROW_DENSE.json.
 """
 
-import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.launch import held_output, launched
+from benchmarks.launch import command_parser, ends_well, held_output
 from benchmarks.rows import ROWS
 from benchmarks.train import GIB, row_dataset
 
@@ -26,9 +24,7 @@ HEAD = (
 
 def main() -> None:
     """Run the rows of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     # TorchRec's job takes no events.
     names = [name for name, row in ROWS.items() if not row.users]
     parser.add_argument("rows", nargs="+", choices=names, metavar="ROW", help=", ".join(names))
@@ -51,25 +47,11 @@ def main() -> None:
                     *("-m", "benchmarks.peers.torchrec_job", row, "--dense", dense),
                     *("--dataset", str(dataset), "--out", str(out), "--steps", str(args.steps)),
                 ]
-                if is_run(command, out.with_suffix(".log"), args.timeout_s):
+                if ends_well(command, out.with_suffix(".log"), args.timeout_s):
                     print(speed_line(json.loads(out.read_text())), flush=True)
                 else:
                     failed.append(f"{row} ({dense})")
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
-
-
-def is_run(command: list[str], log: Path, timeout_s: float) -> bool:
-    """Run a command; tell whether it ended well within the time, and print the end of its log if not."""
-    log.unlink(missing_ok=True)
-    with launched(command, log) as launcher:
-        try:
-            if launcher.wait(timeout_s) == 0:
-                return True
-        except subprocess.TimeoutExpired:
-            print(f"no end within {timeout_s:g} s, see {log}", file=sys.stderr)
-            return False
-    print(f"exit code {launcher.returncode}, see {log}", file=sys.stderr)
-    return False
 
 
 def speed_line(result: dict) -> str:

@@ -20,6 +20,7 @@ from math import sqrt
 from pathlib import Path
 from statistics import mean, stdev
 
+from benchmarks.launch import command_parser
 from benchmarks.sequences.datasets import DATASETS, VARIANTS, dataset
 from benchmarks.sequences.job import PEERS, Job
 
@@ -28,9 +29,7 @@ MODELS = ("din", "sasrec", "hstu", "bst", "transact", "onetrans", "sim")
 
 def main() -> None:
     """Run what is missing, and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--source", type=Path, required=True, help="folder of raw files")
     parser.add_argument("--out", type=Path, required=True, help="folder of datasets and results")
     parser.add_argument("--datasets", nargs="+", default=DATASETS, choices=DATASETS)

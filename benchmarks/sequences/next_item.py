@@ -9,7 +9,6 @@ over all items, where the paper has one negative. HR@10 and NDCG@10 rank the ite
 has not had, as S3-Rec does.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
 
+from benchmarks.launch import command_parser
 from benchmarks.sequences.datasets import FILES, read_lists
 from nn.layers.interactions.transformer import BlockKind, TransformerBlock
 from nn.ops.jagged import Positions, offsets
@@ -128,9 +128,7 @@ def train(
 
 def main() -> None:
     """Train on the dataset of the command line, and print each epoch that validates best so far."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("dataset", choices=FILES)
     parser.add_argument("--source", type=Path, required=True, help="folder of raw files")
     parser.add_argument("--device", default="cpu")

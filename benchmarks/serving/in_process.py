@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.launch import command_parser
 from benchmarks.rows import compose_row
 from benchmarks.serving.over_http import HEAD, measure
 from benchmarks.serving.synthetic_model import CHECKED_ROWS, DENSE_TYPES, prepare, some_rows
@@ -77,9 +78,7 @@ def report(model: GpuModel | ServedModel, args: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(__doc__)
     parser.add_argument("--experiment", default="dlrm_criteo_t15", help="of configs/experiment")
     parser.add_argument("--dtype", default="fp32", choices=TABLE_BITS, help="of the tables")
     parser.add_argument("--dense", default="bf16", choices=DENSE_TYPES, help="dense component")

@@ -27,11 +27,12 @@ from nn.checkpoint.directory import (
     unfinished,
 )
 from nn.checkpoint.mirror import CheckpointMirror
-from nn.checkpoint.staging import StagingBuffer, State, num_bytes, stored_bytes
+from nn.checkpoint.staging import StagingBuffer, num_bytes, stored_bytes
 from nn.checkpoint.state import TRAINER, Trained, incomplete_tensors, restore, write
 from nn.distributed.errors import SharedError
 from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import HostChannel, Ranks
+from nn.distributed.sharded_tensor import State
 
 THREAD_NAME = "checkpoint-writer"
 SPARE_MEMORY = 0.8
@@ -231,8 +232,7 @@ class CheckpointManager:
                     facts = facts | {"chain": chain()}
                 except ValueError as error:
                     problem = problem or str(error)
-            # Fails if a rank has exited: torch.distributed.checkpoint treats a process whose group is closed as the only
-            # rank, and would write its shards as a complete checkpoint.
+            # Fails if a rank has exited.
             of_ranks = self._channel.gather(pause.seconds)
             if problem is None and self._ranks.is_rank0:
                 self.write_s = time.perf_counter() - started

@@ -1,17 +1,12 @@
 """Staging of a run's state in host memory, so that training continues while a checkpoint is written."""
 
 import math
-from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorBase
 
+from nn.distributed.sharded_tensor import Piece, ShardedTensor, State, local_tensors, pieces_of
 from nn.ops.pinned_memory import pinned_memory
-
-State = dict[str, Tensor | ShardedTensor]
 
 
 class StagingBuffer:
@@ -19,34 +14,22 @@ class StagingBuffer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def take(self, state: State) -> State:
         """Return a copy of this rank's shards and tensors; valid until the next call."""
-        copied = {
-            name: self._of_shards(name, value)
-            if isinstance(value, ShardedTensor)
-            else self._of_tensor((name, 0), value)
-            for name, value in state.items()
-        }
+        copied: State = {}
+        for name, value in state.items():
+            pieces = [
+                Piece(offsets, self._copy((name, offsets), tensor))
+                for offsets, tensor in pieces_of(value)
+            ]
+            copied[name] = ShardedTensor(value.shape, value.dtype, pieces)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return copied
 
-    def _of_shards(self, name: str, sharded: ShardedTensor) -> ShardedTensor:
-        shards = [
-            Shard(self._of_tensor((name, index), shard.tensor), _on_host(shard.metadata))
-            for index, shard in enumerate(sharded.local_shards())
-        ]
-        metadata = sharded.metadata()
-        on_host = [_on_host(shard) for shard in metadata.shards_metadata]
-        metadata = replace(metadata, shards_metadata=on_host)
-        # The constructor of `ShardedTensor` needs a process group; the base's does not. Saving uses shards and metadata only.
-        copied = ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, metadata)
-        return cast(ShardedTensor, copied)
-
-    def _of_tensor(self, key: tuple[str, int], value: Tensor) -> Tensor:
-        value = value.detach()
+    def _copy(self, key: tuple[str, tuple[int, ...]], value: Tensor) -> Tensor:
         if in_file(value):
             return value
         buffer = self._buffers.get(key)
@@ -59,24 +42,9 @@ class StagingBuffer:
         return buffer.copy_(value, non_blocking=True)
 
 
-def _on_host(shard: ShardMetadata) -> ShardMetadata:
-    """Return a shard's metadata with placement in its rank's host memory."""
-    assert shard.placement is not None, "TorchRec places every shard on a rank"
-    return ShardMetadata(
-        shard.shard_offsets, shard.shard_sizes, f"rank:{shard.placement.rank()}/cpu"
-    )
-
-
 def stored_bytes(state: State) -> int:
     """Return the bytes that a checkpoint of all ranks takes."""
-    total = 0
-    for value in state.values():
-        if isinstance(value, ShardedTensor):
-            described = value.metadata()
-            total += math.prod(described.size) * described.tensor_properties.dtype.itemsize
-        else:
-            total += value.nbytes
-    return total
+    return sum(math.prod(value.shape) * value.dtype.itemsize for value in state.values())
 
 
 def in_file(tensor: Tensor) -> bool:
@@ -89,9 +57,5 @@ def num_bytes(state: State, *, with_files: bool = True) -> int:
     return sum(
         tensor.nbytes * (with_files or not in_file(tensor))
         for value in state.values()
-        for tensor in (
-            [shard.tensor for shard in value.local_shards()]
-            if isinstance(value, ShardedTensor)
-            else [value]
-        )
+        for tensor in local_tensors(value)
     )

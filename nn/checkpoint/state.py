@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from configs.option_values import plain_values
 from configs.schema import Component, Config
@@ -34,7 +32,6 @@ from nn.checkpoint.compatibility import (
     remedy,
     vocabulary_mismatch,
 )
-from nn.checkpoint.dcp_storage import DcpReader, DcpWriter
 from nn.checkpoint.directory import (
     FORMAT_VERSION,
     UnreadableError,
@@ -42,10 +39,11 @@ from nn.checkpoint.directory import (
     unfinished,
     wait_for,
 )
-from nn.checkpoint.staging import State
+from nn.checkpoint.tensor_files import read_tensors, write_tensors
 from nn.checkpoint.tensor_index import REMEDY, TRAINER_ROWS, TRAINER_WEIGHTS, read_index
 from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
 from nn.distributed.process_group import HostChannel, Ranks
+from nn.distributed.sharded_tensor import State
 from nn.tiers.initial_rows import InitialRows
 
 TRAINER, DENSE_OPTIMIZER = "trainer.", "dense_optimizer."
@@ -95,11 +93,8 @@ def write(
     directory: Path, num_steps: int, state: State, step: Trained, channel: HostChannel
 ) -> None:
     """Write the tensors of a checkpoint to its unfinished directory, on all ranks; ValueError on all if one cannot."""
-    writer = DcpWriter(unfinished(directory, num_steps), step.table_names, step.initial_rows)
-    try:
-        dcp.save(state, storage_writer=writer, process_group=channel.group)
-    except dcp.CheckpointException as error:
-        raise ValueError(_first_problem(error)) from None
+    path = unfinished(directory, num_steps)
+    write_tensors(path, state, step.table_names, step.initial_rows, channel)
 
 
 def incomplete_tensors(directory: Path, state: State) -> list[str]:
@@ -108,11 +103,9 @@ def incomplete_tensors(directory: Path, state: State) -> list[str]:
         name: sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
         for name, tensor in read_index(directory).tensors.items()
     }
-    sizes = {
-        name: value.metadata().size if isinstance(value, ShardedTensor) else value.shape
-        for name, value in state.items()
-    }
-    return [name for name, size in sizes.items() if num_elements.get(name) != math.prod(size)]
+    return [
+        name for name, value in state.items() if num_elements.get(name) != math.prod(value.shape)
+    ]
 
 
 def check(
@@ -210,16 +203,12 @@ def restore(
             f"{named} holds another model or optimizer: {first_four(differing)}; "
             + remedy(path, stored, shapes, grow=grow, is_own=is_own)
         )
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        dcp.load(
-            wanted, storage_reader=DcpReader(tensors, shapes, step.initial_rows), planner=planner
-        )
-    except dcp.CheckpointException as error:
-        problem = _first_problem(error)
+        read_tensors(wanted, tensors, step.initial_rows)
+    except ValueError as error:
         # The message about damaged bytes has the remedy already.
-        advice = "" if REMEDY in problem else f"; {REMEDY}"
-        raise ValueError(f"{named} cannot be read: {problem}{advice}") from None
+        advice = "" if REMEDY in str(error) else f"; {REMEDY}"
+        raise ValueError(f"{named} cannot be read: {error}{advice}") from None
     step.load_state_dict(wanted)
     return None if note is None else f"{named} {note}"
 
@@ -237,9 +226,3 @@ def trainer_rows(path: Path) -> dict[str, Tensor]:
         for name in names
         if tensors[name].size[0]
     }
-
-
-def _first_problem(error: dcp.CheckpointException) -> str:
-    """Return the error of the lowest failed rank, with its number unless it is rank 0."""
-    rank, (problem, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    return f"rank {rank}: {problem}" if rank else str(problem)

@@ -1,6 +1,6 @@
 """Index and reader of the tensors in a checkpoint's files; nothing in a file is executed.
 
-The files contain bare arrays, row-major and little-endian. `tensors.json` locates them (`nn.checkpoint.dcp_storage`):
+The files contain bare arrays, row-major and little-endian. `tensors.json` locates them (`nn.checkpoint.tensor_files`):
 
     {"format": 1,
      "tables": [names, in the order of the features],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dataloading.dataset.durable_files import write_synced
-from nn.checkpoint.dcp_storage import ArrayFile, array_blocks, in_host_memory
+from nn.checkpoint.tensor_files import ArrayFile, array_blocks, in_host_memory
 from nn.checkpoint.tensor_index import FORMAT, INDEX_FILE
 from nn.deltas.delta import TableChange
 from nn.deltas.row_ids import encode_ids

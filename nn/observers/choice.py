@@ -4,26 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from configs.user_objects import described, load_user_object
-from nn.distributed.errors import (
-    DeviceError,
-    DivergedError,
-    LostRankError,
-    Rank0Error,
-    RankError,
-    SharedError,
-    StoppedError,
-)
+from nn.distributed.errors import EndOfRunError, RankError
 from nn.observers.observer import Observer
-
-ENDS_OF_RUNS = (
-    DeviceError,
-    DivergedError,
-    LostRankError,
-    Rank0Error,
-    RankError,
-    SharedError,
-    StoppedError,
-)
 
 
 def make_observers(names: Sequence[str]) -> dict[str, Observer]:
@@ -64,7 +46,7 @@ class Observers:
         for name, observer in self._users.items():
             try:
                 getattr(observer, event)(*arguments, **named)
-            except ENDS_OF_RUNS:
+            except EndOfRunError:
                 raise
             except (Exception, SystemExit) as error:  # the user's may raise anything
                 text = f"the observer {name} has failed in {event} ({described(error)})"

@@ -1,6 +1,6 @@
 """All tables, sharded as planned, in memory of this rank.
 
-TorchRec plans, and its `ShardedTensor` describes the shards to checkpoints. Memory, lookup and update are the project's own.
+TorchRec plans. Memory, lookup and update are the project's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,16 +10,13 @@ from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
-from torch.distributed._shard.sharding_spec import ShardMetadata
-from torchrec.distributed.planner.utils import placement
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dataloading.dataset.batch_layout import KEPT_LAYOUTS, id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.keys.rekeyed import Rekeyed, RekeyedRows
 from nn.distributed.process_group import Ranks
+from nn.distributed.sharded_tensor import Piece, ShardedTensor, State
 from nn.embedding.declared_tables import handing_tables, initial_bound, keyed_tables
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
@@ -30,7 +27,7 @@ from nn.embedding.touched_rows import TouchedReplicas
 from nn.layers.sequence_events import SequenceTables
 from nn.sharding.owned_shard import OwnedShard, adjacent, allocate_shards, fill_shard
 from nn.sharding.placement import Channels, ColumnShard, Placement, RankTables, place, track_rows
-from nn.sharding.planned_tables import PlannedTable, planned_tables, rank_of, shards_by_rank
+from nn.sharding.planned_tables import PlannedTable, planned_tables, shards_by_rank
 from nn.sharding.rank_group import RankGroup
 from nn.sharding.tables import TableSettings, TableShard, TieredPlan, TouchedShard
 from nn.tiers.host_tier import TierCounts
@@ -310,7 +307,7 @@ class ShardedTables:
             f"tier_{name}": value / steps for name, value in total.items()
         }
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> State:
         """Return `<table>.weight` of every table: sharded tensors, or plain ones for replicated tables.
 
         Of tables in host memory it is that memory; call `reload` after writing to it.
@@ -333,10 +330,10 @@ class ShardedTables:
             if table.host is not None and table.host.is_on_disk
         }
 
-    def optimizer_state(self) -> dict[str, Tensor]:
+    def optimizer_state(self) -> State:
         """Return `<table>.<state>` of every table, such as `cat_0.momentum1`, laid out as its weight; see `weights`."""
         self._write_back()
-        state: dict[str, Tensor] = {}
+        state: State = {}
         for table in self._all():
             for field in self._rule.states:
                 name = f"{table.name}.{field.name}"
@@ -360,40 +357,15 @@ class ShardedTables:
     ) -> ShardedTensor:
         """Return this rank's shards of a table's weight or of an optimizer state as a part of the complete one."""
         dims = 1 if per_row else 2
-        kind = self._ranks.device.type if table.host is None else "cpu"
-        first_rank = self._rank_group.first_rank
-        shards = [
-            ShardMetadata(
-                metadata.shard_offsets[:dims],
-                metadata.shard_sizes[:dims],
-                placement(kind, first_rank + rank_of(metadata), self._ranks.local_world_size),
-            )
-            for metadata in table.shards
-        ]
-        described = {
-            id(metadata): shard for metadata, shard in zip(table.shards, shards, strict=True)
-        }
-        local = [
-            Shard(
+        pieces = [
+            Piece(
+                tuple(shard.metadata.shard_offsets[:dims]),
                 shard.weight if part == WEIGHT else shard.states[part],
-                described[id(shard.metadata)],
             )
             for shard in self._own
-            # The plan knows no empty shards of ranks without rows.
-            if shard.table is table and id(shard.metadata) in described
+            if shard.table is table and len(shard.weight)
         ]
-        # All rows lie in pinned memory.
-        is_pinned = (
-            table.host is not None
-            and not table.host.is_on_disk
-            and self._ranks.device.type == "cuda"
-        )
-        metadata = ShardedTensorMetadata(
-            shards_metadata=shards,
-            size=table.shape[:dims],
-            tensor_properties=TensorProperties(dtype=dtype, pin_memory=is_pinned),
-        )
-        return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
+        return ShardedTensor(table.shape[:dims], dtype, pieces)
 
 
 def _expansions(

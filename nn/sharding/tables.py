@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.types import ShardingPlan
 
 from configs.schema import Amp, OptimizerConfig, ShardingType
@@ -101,9 +100,3 @@ class TableSettings:
         """
         is_bf16 = device.type == "cuda" and self.amp is Amp.bf16
         return torch.bfloat16 if is_bf16 else torch.float32
-
-
-def local_tensors(tensor: Tensor) -> list[Tensor]:
-    if isinstance(tensor, ShardedTensor):
-        return [shard.tensor for shard in tensor.local_shards()]
-    return [tensor]

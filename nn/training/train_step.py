@@ -1,7 +1,7 @@
 """A training step: a pass over a batch, the check of its loss, and the updates. It knows no epochs, files or terminals."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from dataloading.batch import Batch
 from dataloading.keys.rekeyed import KEYS
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks, open_channel
+from nn.distributed.sharded_tensor import State, local_tensors
 from nn.layers.parameter_average import ParameterAverage
 from nn.layers.pass_state import PassLayer, PassState, attach
 from nn.models.model import Model
@@ -24,7 +25,6 @@ from nn.models.tasks import Task
 from nn.observability.annotations import annotate
 from nn.sharding.batch_rows import BatchRows
 from nn.sharding.sharded_tables import ShardedTables
-from nn.sharding.tables import local_tensors
 from nn.tiers.initial_rows import InitialRows
 from nn.training.dense_optimizer import DenseUpdate
 from nn.training.gradient_bucket import GradientBucket
@@ -222,14 +222,14 @@ class TrainStep:
         """Return the initial weights of tables on disk, of which the state has the changes, by name."""
         return {f"tables.{name}": of for name, of in self.tables.initial_rows().items()}
 
-    def state_dict(self, *, with_optimizer: bool = True) -> dict[str, Tensor]:
+    def state_dict(self, *, with_optimizer: bool = True) -> State:
         """Return this rank's shards of weights and optimizer state, without copying them.
 
         Names do not depend on the sharding: `tables.<table>.weight`, `tables.<table>.momentum1`, `dense.<parameter>`,
         `dense.<buffer>`, `dense_ema.<parameter>` if there is an average,
         `dense_optimizer.<parameter>.<state>`, `dense_state.<layer>.<state>`.
         """
-        state = {f"tables.{name}": value for name, value in self.tables.weights().items()}
+        state: State = {f"tables.{name}": value for name, value in self.tables.weights().items()}
         state |= self.dense_weights()
         state |= self._keys(with_counts=with_optimizer and Component.tables not in self.frozen)
         if not with_optimizer:
@@ -263,16 +263,19 @@ class TrainStep:
             state |= {f"dense_ema.{name}": value for name, value in self._average.state().items()}
         return state
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Copy values into weights and optimizer state; tensors that `state_dict` returned are in place already."""
         own = self.state_dict()
-        keys = {name: value for name, value in state.items() if name.startswith(KEYS_PREFIX)}
+        keys = {
+            name.removeprefix(KEYS_PREFIX): values.numpy()
+            for name, value in state.items()
+            if name.startswith(KEYS_PREFIX)
+            for values in local_tensors(value)
+        }
         if self.key_maps is not None and keys:
-            self.key_maps.load(
-                {name.removeprefix(KEYS_PREFIX): value.numpy() for name, value in keys.items()}
-            )
+            self.key_maps.load(keys)
         for name, value in state.items():
-            if name in keys:
+            if name.startswith(KEYS_PREFIX):
                 continue
             for target, source in zip(local_tensors(own[name]), local_tensors(value), strict=True):
                 if target.data_ptr() != source.data_ptr():

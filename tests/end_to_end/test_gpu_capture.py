@@ -8,8 +8,8 @@ import torch
 
 from nn.build import build_test_loader
 from nn.distributed.process_group import process_group, ranks_from_environment
+from nn.distributed.sharded_tensor import local_tensors
 from nn.sharding.sharded_lookup import ShardedLookup
-from nn.sharding.tables import local_tensors
 from nn.training.captured_pass import CapturedPass
 from nn.training.prefetch import Prefetcher
 from tests.helpers.composed import (

@@ -23,6 +23,7 @@ from dataloading.keys.key_maps import KeyMaps
 from dataloading.keys.rekeyed import TableFullError
 from dataloading.loader import Loader, LoaderSettings
 from nn.checkpoint.tensor_index import blocks, read_index
+from nn.distributed.sharded_tensor import local_tensors, pieces_of
 from nn.embedding.declared_tables import initial_bound
 from nn.export.tables import Selection, export_tables
 from nn.layers.initialization import fill_uniform_
@@ -175,10 +176,10 @@ def tables_of_many(path: str, options: list[str]):
             for _, logits in predictions(built.step, built.test_loader.batches(0, 1), ranks.device)
         ]
         tables = {
-            f"{name} {shard.metadata.shard_offsets}": shard.tensor.clone().numpy()
+            f"{name} {[*offsets]}": tensor.clone().numpy()
             for name, value in built.step.state_dict().items()
-            if name.startswith("tables.") and hasattr(value, "local_shards")
-            for shard in value.local_shards()
+            if name.startswith("tables.")
+            for offsets, tensor in pieces_of(value)
         }
         for own in built.step.tables.shards():
             if own.initial is not None:  # the state has changes of it
@@ -205,12 +206,8 @@ def state_after_training(path: str, new_rows: list[dict[int, int]] | None, optio
         tables = {}
         for name, value in built.step.state_dict().items():
             if name.startswith("tables."):
-                local = (
-                    [s.tensor for s in value.local_shards()]
-                    if hasattr(value, "local_shards")
-                    else [value]
-                )
-                tables[name] = torch.cat([*local, torch.empty(0, *value.shape[1:])]).numpy()
+                empty = torch.empty(0, *value.shape[1:])
+                tables[name] = torch.cat([*local_tensors(value), empty]).numpy()
         built.step.close()
         scores = []
         built.step.set_training(False)
@@ -225,12 +222,7 @@ def replace_rows(built, config, new: dict[int, int]) -> None:
     for name, value in built.step.state_dict().items():
         if not name.startswith("tables.user."):
             continue
-        local = (
-            [(s.tensor, s.metadata.shard_offsets[0]) for s in value.local_shards()]
-            if hasattr(value, "local_shards")
-            else [(value, 0)]
-        )
-        for tensor, first in local:
+        for (first, *_), tensor in pieces_of(value):
             for row, key in new.items():
                 if not first <= row < first + len(tensor):
                     continue

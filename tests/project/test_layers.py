@@ -245,7 +245,6 @@ SUBPACKAGES = {
         "nn.loggers",
         "nn.models",
         "nn.observability",
-        "nn.observers",
         "nn.planning",
         "nn.resume",
         "nn.training",
@@ -436,7 +435,7 @@ KNOWS_RANKS = {
     "nn.checkpoint.state",
     "nn.distributed.node_agent",
     "nn.checkpoint.staging",
-    "nn.checkpoint.dcp_storage",
+    "nn.checkpoint.tensor_files",
 }
 # The last one tells Hydra something.
 READS_ENVIRONMENT = {

@@ -75,11 +75,10 @@ def test_batches_hold_every_row_once_in_another_order():
 
 def test_results_are_kept_by_settings(tmp_path):
     results = Results(tmp_path / "results.jsonl")
-    assert results.get(["data", "a"]) is None
-    results.add(["data", "a", {"lr": 0.1}], {"auc": 0.7})
-    results.add(["data", "b"], {"auc": 0.6})
-    assert results.get(["data", "a", {"lr": 0.1}]) == {"auc": 0.7}
-    assert results.get(["data", "a", {"lr": 0.2}]) is None
+    for key, auc in ((["data", "a", {"lr": 0.1}], 0.7), (["data", "b"], 0.6)):
+        assert results.auc(key, lambda auc=auc: {"auc": auc}) == auc
+    assert results.auc(["data", "a", {"lr": 0.1}], lambda: {"auc": 0.5}) == 0.7
+    assert results.auc(["data", "a", {"lr": 0.2}], lambda: {"auc": 0.5}) == 0.5
 
 
 def test_table_has_means_of_both_libraries_and_repeats_no_run(tmp_path, monkeypatch, capsys):

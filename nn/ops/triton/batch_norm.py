@@ -7,15 +7,14 @@ from torch import Tensor
 
 # R: rows, C: columns, P: programs along the rows
 
-BLOCKS = {"BLOCK_R": 32, "BLOCK_C": 128}
-BLOCKS_OF_ROWS = 8
+BLOCK_R, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(32), tl.constexpr(128), tl.constexpr(8)
 """A program that sums processes so many blocks in sequence and accumulates in registers."""
 
 
 def moments(x: Tensor, num_valid: Tensor) -> Tensor:
     """Return float64 [3, C]."""
     grid, sums = _partial_sums(x, 3, torch.float64)
-    _moments[grid](x, num_valid, sums, x.shape[1], BLOCKS_OF_ROWS=BLOCKS_OF_ROWS, **BLOCKS)
+    _moments[grid](x, num_valid, sums, x.shape[1])
     return sums.sum(0)
 
 
@@ -24,16 +23,14 @@ def normalise(
 ) -> Tensor:
     """Return [R, C] in the dtype of `x`."""
     out = torch.empty_like(x)
-    _normalise[_grid(x)](x, out, num_valid, mean, rstd, weight, bias, *x.shape, **BLOCKS)
+    _normalise[_grid(x)](x, out, num_valid, mean, rstd, weight, bias, *x.shape)
     return out
 
 
 def gradient_sums(grad: Tensor, x: Tensor, num_valid: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     """Return float32 [2, C]."""
     grid, sums = _partial_sums(x, 2, torch.float32)
-    _gradient_sums[grid](
-        grad, x, num_valid, mean, rstd, sums, x.shape[1], BLOCKS_OF_ROWS=BLOCKS_OF_ROWS, **BLOCKS
-    )
+    _gradient_sums[grid](grad, x, num_valid, mean, rstd, sums, x.shape[1])
     return sums.sum(0)
 
 
@@ -48,15 +45,13 @@ def input_gradient(
 ) -> Tensor:
     """Return [R, C] in the dtype of `x`."""
     out = torch.empty_like(x)
-    _input_gradient[_grid(x)](
-        grad, x, out, num_valid, mean, rstd, weight, mean_sums, *x.shape, **BLOCKS
-    )
+    _input_gradient[_grid(x)](grad, x, out, num_valid, mean, rstd, weight, mean_sums, *x.shape)
     return out
 
 
 def _grid(x: Tensor) -> tuple[int, int]:
     rows, columns = x.shape
-    return triton.cdiv(rows, BLOCKS["BLOCK_R"]), triton.cdiv(columns, BLOCKS["BLOCK_C"])
+    return triton.cdiv(rows, BLOCK_R), triton.cdiv(columns, BLOCK_C)
 
 
 def _partial_sums(x: Tensor, count: int, dtype: torch.dtype) -> tuple[tuple[int, int], Tensor]:
@@ -72,9 +67,6 @@ def _moments(
     num_valid,
     sums,
     columns,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCKS_OF_ROWS: tl.constexpr,
 ):
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     valid = tl.load(num_valid)
@@ -111,8 +103,6 @@ def _normalise(
     bias,
     rows,
     columns,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -139,9 +129,6 @@ def _gradient_sums(
     rstd,
     sums,
     columns,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCKS_OF_ROWS: tl.constexpr,
 ):
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     center = tl.load(mean + column, mask=column < columns, other=0.0)
@@ -176,8 +163,6 @@ def _input_gradient(
     mean_sums,
     rows,
     columns,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 # P: programs whose sums are added up, C: columns
 
-BLOCKS = {"BLOCK_P": 64, "BLOCK_C": 32}
+BLOCK_P, BLOCK_C = tl.constexpr(64), tl.constexpr(32)
 
 
 def column_sums(partial_sums: Tensor) -> Tensor:
@@ -14,13 +14,13 @@ def column_sums(partial_sums: Tensor) -> Tensor:
     assert partial_sums.is_contiguous()
     num_rows, num_columns = partial_sums.shape
     sums = partial_sums.new_empty(num_columns)
-    programs = (triton.cdiv(num_columns, BLOCKS["BLOCK_C"]),)
-    _column_sums[programs](partial_sums, sums, num_rows, num_columns, **BLOCKS)
+    programs = (triton.cdiv(num_columns, BLOCK_C),)
+    _column_sums[programs](partial_sums, sums, num_rows, num_columns)
     return sums
 
 
 @triton.jit
-def _column_sums(values, sums, num_rows, num_columns, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+def _column_sums(values, sums, num_rows, num_columns):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
     for first in range(0, num_rows, BLOCK_P):

@@ -23,7 +23,7 @@ from nn.ops.triton.parameters import cast_parameters
 # B: samples, C: columns of x0, R: rank of the weight (C for a full weight), L: layers, P: programs along the samples,
 # h: [B, R], input of a layer's last matrix product, u: [B, C], factor of x0, g: [B, C], gradient of a layer's output
 
-BLOCKS = {"BLOCK_B": 16, "BLOCK_C": 128, "BLOCKS_OF_ROWS": 16}
+BLOCK_B, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(16), tl.constexpr(128), tl.constexpr(16)
 """A program processes `BLOCKS_OF_ROWS` blocks in sequence and accumulates in registers."""
 
 
@@ -67,7 +67,7 @@ class _FusedCross(torch.autograd.Function):
         )
         x0 = inputs[0]
         # Partial sums of all layers are adjacent, so that one reduction over programs at the end suffices.
-        num_programs = triton.cdiv(len(x0), BLOCKS["BLOCK_B"] * BLOCKS["BLOCKS_OF_ROWS"])
+        num_programs = triton.cdiv(len(x0), BLOCK_B * BLOCKS_OF_ROWS)
         partial_sums = x0.new_empty(num_programs, num_layers, x0.shape[1], dtype=torch.float32)
         # Per layer the gradient through its weights to the layer before; the first is finally overwritten by x0's gradient.
         products = x0.new_empty(max(1, num_layers - 1), *x0.shape)
@@ -106,21 +106,10 @@ def cross_backward(
     u, [B, C].
     """
     grad_factor = torch.empty_like(x0)
-    num_rows, columns = x0.shape
-    _cross_backward[(triton.cdiv(columns, BLOCKS["BLOCK_C"]), len(partial_sums))](
-        grad,
-        products,
-        x0,
-        factors,
-        grad_factor,
-        partial_sums,
-        num_rows,
-        columns,
-        partial_sums.stride(0),
-        INDEX=index,
-        NUM_LAYERS=len(factors),
-        **BLOCKS,
-    )
+    grid = triton.cdiv(x0.shape[1], BLOCK_C), len(partial_sums)
+    inputs, sizes = (grad, products, x0, factors), (*x0.shape, partial_sums.stride(0))
+    layers = {"INDEX": index, "NUM_LAYERS": len(factors)}
+    _cross_backward[grid](*inputs, grad_factor, partial_sums, *sizes, **layers)
     return grad_factor
 
 
@@ -137,9 +126,6 @@ def _cross_backward(
     partial_sums_stride,
     INDEX: tl.constexpr,
     NUM_LAYERS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCKS_OF_ROWS: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_B

@@ -55,7 +55,6 @@ class _Fused(torch.optim.Optimizer):
             found_inf,
             *further,
             ALIGN=ALIGN,
-            BLOCK=BLOCK,
             num_warps=NUM_WARPS,
         )
 
@@ -119,20 +118,17 @@ def _dense_sgd(
     rate,
     found_inf,
     ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     if tl.load(found_inf) != 0:
         return
     if tl.program_id(0) < num_aligned:
-        _sgd_block(weights, gradients, blocks, num_blocks, rate, ALIGN, BLOCK)
+        _sgd_block(weights, gradients, blocks, num_blocks, rate, ALIGN)
     else:
-        _sgd_block(weights, gradients, blocks, num_blocks, rate, 1, BLOCK)
+        _sgd_block(weights, gradients, blocks, num_blocks, rate, 1)
 
 
 @triton.jit
-def _sgd_block(
-    weights, gradients, blocks, num_blocks, rate, ALIGN: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sgd_block(weights, gradients, blocks, num_blocks, rate, ALIGN: tl.constexpr):
     entry = blocks + tl.program_id(0)
     weight_at = weights + tl.multiple_of(tl.load(entry), ALIGN)
     gradient_at = gradients + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
@@ -157,14 +153,13 @@ def _dense_adagrad(
     found_inf,
     eps,
     ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     if tl.load(found_inf) != 0:
         return
     if tl.program_id(0) < num_aligned:
-        _adagrad_block(weights, gradients, sums, steps, blocks, num_blocks, rate, eps, ALIGN, BLOCK)
+        _adagrad_block(weights, gradients, sums, steps, blocks, num_blocks, rate, eps, ALIGN)
     else:
-        _adagrad_block(weights, gradients, sums, steps, blocks, num_blocks, rate, eps, 1, BLOCK)
+        _adagrad_block(weights, gradients, sums, steps, blocks, num_blocks, rate, eps, 1)
 
 
 @triton.jit
@@ -178,7 +173,6 @@ def _adagrad_block(
     rate,
     eps,
     ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     entry = blocks + tl.program_id(0)
     weight_at = weights + tl.multiple_of(tl.load(entry), ALIGN)

@@ -6,7 +6,7 @@ multiplies, gathers the triangle and copies again.
 """
 
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,6 +20,18 @@ from nn.ops.table_rows import TableRows
 
 # Higher occupancy hides more memory latency: 0.27 instead of 0.30 ms for 65,536 samples of 27 vectors of 128 on an H200.
 FEWER_REGISTERS = {"maxnreg": 160}
+
+
+class Shape(NamedTuple):
+    """Constants of the kernels."""
+
+    V: int
+    D: int
+    HAS_BOTTOM: bool
+    ALIGN: int
+    BLOCK_V: int
+    BLOCK_D: int
+    PRECISION: str
 
 
 def fused_dot_interaction(
@@ -129,22 +141,17 @@ def _shape_of(bottom: Tensor | None, layout: EmbeddingLayout) -> dict[str, Any]:
 def _shape(num_vectors: int, columns: int, *, has_bottom: bool, alignment: int) -> dict[str, Any]:
     block_v = max(triton.next_power_of_2(num_vectors), 16)
     block_d = max(triton.next_power_of_2(columns), 16)
-    return {
-        "V": num_vectors,
-        "D": columns,
-        "HAS_BOTTOM": has_bottom,
-        "BLOCK_V": block_v,
-        "BLOCK_D": block_d,
-        "ALIGN": alignment,
-        "PRECISION": "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
-        # One warp holds 32 vectors of 128 columns without spilling registers; larger samples need more warps.
-        "num_warps": max(1, block_v * block_d // 4096),
-    }
+    precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    shape = Shape(num_vectors, columns, has_bottom, alignment, block_v, block_d, precision)
+    # One warp holds 32 vectors of 128 columns without spilling registers; larger samples need more warps.
+    return {"S": shape, "num_warps": max(1, block_v * block_d // 4096)}
 
 
 @triton.jit
-def _vector_offsets(table, sample, F: tl.constexpr, ALIGN: tl.constexpr, feature):
+def _vector_offsets(table, sample, feature, S: tl.constexpr):
     """Offsets of the features' vectors of a sample, from the first two rows of `EmbeddingLayout.table`."""
+    F: tl.constexpr = S.V - (1 if S.HAS_BOTTOM else 0)
+    ALIGN: tl.constexpr = S.ALIGN
     inside = (feature >= 0) & (feature < F)
     offset = tl.multiple_of(tl.load(table + feature, mask=inside, other=0), [ALIGN, ALIGN])
     stride = tl.multiple_of(tl.load(table + F + feature, mask=inside, other=0), [ALIGN, ALIGN])
@@ -152,53 +159,25 @@ def _vector_offsets(table, sample, F: tl.constexpr, ALIGN: tl.constexpr, feature
 
 
 @triton.jit
-def _load_vectors(
-    bottom,
-    embeddings,
-    table,
-    sample,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    HAS_BOTTOM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+def _load_vectors(bottom, embeddings, table, sample, S: tl.constexpr):
     """Load [BLOCK_V, BLOCK_D]: the bottom vector if there is one, the embeddings, zeros."""
-    row = tl.arange(0, BLOCK_V)[:, None]
-    column = tl.arange(0, BLOCK_D)[None, :]
-    first = 1 if HAS_BOTTOM else 0
-    inside = (row >= first) & (row < V) & (column < D)
-    pointers = embeddings + _vector_offsets(table, sample, V - first, ALIGN, row - first) + column
+    row = tl.arange(0, S.BLOCK_V)[:, None]
+    column = tl.arange(0, S.BLOCK_D)[None, :]
+    first = 1 if S.HAS_BOTTOM else 0
+    inside = (row >= first) & (row < S.V) & (column < S.D)
+    pointers = embeddings + _vector_offsets(table, sample, row - first, S) + column
     vectors = tl.load(pointers, mask=inside, other=0.0).to(bottom.dtype.element_ty)
-    if HAS_BOTTOM:
-        bottom_vector = tl.load(bottom + sample * D + column, mask=column < D, other=0.0)
+    if S.HAS_BOTTOM:
+        bottom_vector = tl.load(bottom + sample * S.D + column, mask=column < S.D, other=0.0)
         vectors = tl.where(row == 0, bottom_vector, vectors)
     return vectors
 
 
 @triton.jit
-def _dot_forward(
-    bottom,
-    embeddings,
-    table,
-    out,
-    num_outputs,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    HAS_BOTTOM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _dot_forward(bottom, embeddings, table, out, num_outputs, S: tl.constexpr):
     sample = tl.program_id(0).to(tl.int64)
-    vectors = _load_vectors(
-        bottom, embeddings, table, sample, V, D, HAS_BOTTOM, ALIGN, BLOCK_V, BLOCK_D
-    )
-    _store_products(
-        vectors, bottom, out, sample, num_outputs, V, D, HAS_BOTTOM, BLOCK_V, BLOCK_D, PRECISION
-    )
+    vectors = _load_vectors(bottom, embeddings, table, sample, S)
+    _store_products(vectors, bottom, out, sample, num_outputs, S)
 
 
 @triton.jit
@@ -212,116 +191,81 @@ def _dot_forward_of_rows(
     out,
     num_outputs,
     KEEPS: tl.constexpr,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    HAS_BOTTOM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    S: tl.constexpr,
 ):
     sample = tl.program_id(0).to(tl.int64)
-    row = tl.arange(0, BLOCK_V)
-    column = tl.arange(0, BLOCK_D)[None, :]
-    inside = (row >= 1) & (row < V)
+    row = tl.arange(0, S.BLOCK_V)
+    column = tl.arange(0, S.BLOCK_D)[None, :]
+    inside = (row >= 1) & (row < S.V)
     table = tl.load(offsets + row - 1, mask=inside, other=0)
-    first_id = tl.load(offsets + V - 1 + row - 1, mask=inside, other=0)
+    first_id = tl.load(offsets + S.V - 1 + row - 1, mask=inside, other=0)
     table_row = tl.load(ids + first_id + sample, mask=inside, other=0).to(tl.int64)
-    start = tl.multiple_of((table + table_row * D)[:, None], [1, ALIGN])
-    in_row = inside[:, None] & (column < D)
+    start = tl.multiple_of((table + table_row * S.D)[:, None], [1, tl.constexpr(S.ALIGN)])
+    in_row = inside[:, None] & (column < S.D)
     vectors = tl.load(weights + start + column, mask=in_row, other=0.0).to(kept.dtype.element_ty)
     if KEEPS:
         feature = row[:, None] - 1
-        target = kept + _vector_offsets(layout_table, sample, V - 1, ALIGN, feature) + column
+        target = kept + _vector_offsets(layout_table, sample, feature, S) + column
         tl.store(target, vectors, mask=in_row)
     vectors = vectors.to(bottom.dtype.element_ty)
-    bottom_vector = tl.load(bottom + sample * D + column, mask=column < D, other=0.0)
+    bottom_vector = tl.load(bottom + sample * S.D + column, mask=column < S.D, other=0.0)
     vectors = tl.where(row[:, None] == 0, bottom_vector, vectors)
-    _store_products(
-        vectors, bottom, out, sample, num_outputs, V, D, HAS_BOTTOM, BLOCK_V, BLOCK_D, PRECISION
-    )
+    _store_products(vectors, bottom, out, sample, num_outputs, S)
 
 
 @triton.jit
-def _store_products(
-    vectors,
-    bottom,
-    out,
-    sample,
-    num_outputs,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    HAS_BOTTOM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def _store_products(vectors, bottom, out, sample, num_outputs, S: tl.constexpr):
     """Store the output of a sample: the bottom vector if there is one, the products of all pairs, zeros."""
-    products = tl.dot(vectors, tl.trans(vectors), input_precision=PRECISION)
+    products = tl.dot(vectors, tl.trans(vectors), input_precision=S.PRECISION)
     pairs = out + sample * num_outputs
-    if HAS_BOTTOM:
-        column = tl.arange(0, BLOCK_D)
-        bottom_vector = tl.load(bottom + sample * D + column, mask=column < D, other=0.0)
-        tl.store(pairs + column, bottom_vector, mask=column < D)
-        pairs += D
-    i = tl.arange(0, BLOCK_V)[:, None]
-    j = tl.arange(0, BLOCK_V)[None, :]
+    if S.HAS_BOTTOM:
+        column = tl.arange(0, S.BLOCK_D)
+        bottom_vector = tl.load(bottom + sample * S.D + column, mask=column < S.D, other=0.0)
+        tl.store(pairs + column, bottom_vector, mask=column < S.D)
+        pairs += S.D
+    i = tl.arange(0, S.BLOCK_V)[:, None]
+    j = tl.arange(0, S.BLOCK_V)[None, :]
     tl.store(
         pairs + i * (i - 1) // 2 + j,
         products.to(out.dtype.element_ty),
-        mask=(j < i) & (i < V),
+        mask=(j < i) & (i < S.V),
     )
-    end = V * (V - 1) // 2
+    end = S.V * (S.V - 1) // 2
     padding = end + tl.arange(0, 8)
-    width = num_outputs - (D if HAS_BOTTOM else 0)
+    width = num_outputs - (S.D if S.HAS_BOTTOM else 0)
     tl.store(pairs + padding, tl.zeros((8,), out.dtype.element_ty), mask=padding < width)
 
 
 @triton.jit
 def _dot_backward(
-    bottom,
-    embeddings,
-    table,
-    grad,
-    grad_bottom,
-    grad_embeddings,
-    num_outputs,
-    V: tl.constexpr,
-    D: tl.constexpr,
-    HAS_BOTTOM: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr,
+    bottom, embeddings, table, grad, grad_bottom, grad_embeddings, num_outputs, S: tl.constexpr
 ):
     sample = tl.program_id(0).to(tl.int64)
-    vectors = _load_vectors(
-        bottom, embeddings, table, sample, V, D, HAS_BOTTOM, ALIGN, BLOCK_V, BLOCK_D
-    )
-    i = tl.arange(0, BLOCK_V)[:, None]
-    j = tl.arange(0, BLOCK_V)[None, :]
+    vectors = _load_vectors(bottom, embeddings, table, sample, S)
+    i = tl.arange(0, S.BLOCK_V)[:, None]
+    j = tl.arange(0, S.BLOCK_V)[None, :]
     high = tl.maximum(i, j)
     low = tl.minimum(i, j)
-    first = 1 if HAS_BOTTOM else 0
-    pairs = grad + sample * num_outputs + first * D
+    first = 1 if S.HAS_BOTTOM else 0
+    pairs = grad + sample * num_outputs + first * S.D
     # The product of vectors i and j is one output, so its gradient appears at (i, j) and (j, i).
     symmetric = tl.load(
-        pairs + high * (high - 1) // 2 + low, mask=(low < high) & (high < V), other=0.0
+        pairs + high * (high - 1) // 2 + low, mask=(low < high) & (high < S.V), other=0.0
     )
-    grad_vectors = tl.dot(symmetric.to(vectors.dtype), vectors, input_precision=PRECISION)
+    grad_vectors = tl.dot(symmetric.to(vectors.dtype), vectors, input_precision=S.PRECISION)
     row = i
-    column = tl.arange(0, BLOCK_D)[None, :]
+    column = tl.arange(0, S.BLOCK_D)[None, :]
     tl.store(
-        grad_embeddings + _vector_offsets(table, sample, V - first, ALIGN, row - first) + column,
+        grad_embeddings + _vector_offsets(table, sample, row - first, S) + column,
         grad_vectors.to(grad_embeddings.dtype.element_ty),
-        mask=(row >= first) & (row < V) & (column < D),
+        mask=(row >= first) & (row < S.V) & (column < S.D),
     )
-    if HAS_BOTTOM:
-        column = tl.arange(0, BLOCK_D)
+    if S.HAS_BOTTOM:
+        column = tl.arange(0, S.BLOCK_D)
         from_products = tl.sum(tl.where(row == 0, grad_vectors, 0.0), 0)
-        from_copy = tl.load(grad + sample * num_outputs + column, mask=column < D, other=0.0)
+        from_copy = tl.load(grad + sample * num_outputs + column, mask=column < S.D, other=0.0)
         tl.store(
-            grad_bottom + sample * D + column,
+            grad_bottom + sample * S.D + column,
             (from_products + from_copy.to(tl.float32)).to(grad_bottom.dtype.element_ty),
-            mask=column < D,
+            mask=column < S.D,
         )

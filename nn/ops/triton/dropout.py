@@ -11,7 +11,7 @@ from nn.ops.triton.stochastic_rounding import mix, step_bits
 
 ROW: tl.constexpr = tl.constexpr(ROW_FACTOR)
 COLUMN: tl.constexpr = tl.constexpr(COLUMN_FACTOR)
-BLOCKS = {"BLOCK_B": 16, "BLOCK_C": 128}
+BLOCK_B, BLOCK_C = tl.constexpr(16), tl.constexpr(128)
 
 
 def apply_mask(
@@ -31,7 +31,7 @@ def apply_mask(
     columns = x.numel() // max(rows, 1)
     at = mask.shifted(rows, at)
     if x.numel():
-        grid = (triton.cdiv(rows, BLOCKS["BLOCK_B"]), triton.cdiv(columns, BLOCKS["BLOCK_C"]))
+        grid = (triton.cdiv(rows, BLOCK_B), triton.cdiv(columns, BLOCK_C))
         _dropout[grid](
             x,
             out,
@@ -44,7 +44,6 @@ def apply_mask(
             columns,
             *((x, x) if at is None else at),
             HAS_OFFSETS=at is not None,
-            **BLOCKS,
         )
     return out
 
@@ -77,8 +76,6 @@ def _dropout(
     samples,
     offsets,
     HAS_OFFSETS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_C: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

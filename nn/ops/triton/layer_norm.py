@@ -34,6 +34,8 @@ class Shape(NamedTuple):
     WIDTH: int = 0  # columns of a gate's result
     SWISH: bool = False
     DROPS: bool = False
+    T: int = 1  # tokens, and whether they are mixed, of `nn.ops.triton.rankmixer`
+    MIXES: bool = False
 
 
 @torch.compiler.disable
@@ -117,13 +119,16 @@ class _Gate(torch.autograd.Function):
 
 def _layout(x: Tensor, elements: int, **options: Any) -> tuple[int, int, Shape, int]:
     """Return the rows of a matrix, the programs that each read one block of them, and how many warps a program has."""
-    columns = x.shape[-1]
-    block = triton.next_power_of_2(columns)
-    shape = Shape(columns, block, max(elements // block, 1), **options)
-    rows = x.numel() // columns
+    shape = shape_of(x, elements, **options)
+    rows = x.numel() // shape.C
     # A program without rows writes sums of zero.
     programs = max(triton.cdiv(rows, shape.BLOCK_R), 1)
-    return rows, programs, shape, min(max(block // 512, 4), 16)
+    return rows, programs, shape, min(max(shape.BLOCK_C // 512, 4), 16)
+
+
+def shape_of(x: Tensor, elements: int, **options: Any) -> Shape:
+    block = triton.next_power_of_2(x.shape[-1])
+    return Shape(x.shape[-1], block, max(elements // block, 1), **options)
 
 
 def _gate_arguments(

@@ -26,7 +26,7 @@ from nn.ops.triton.parameters import cast_parameters
 
 # B: samples, C: columns of a layer's output, P: programs along the samples
 
-BLOCKS = {"BLOCK_B": 32, "BLOCK_C": 128, "BLOCKS_OF_ROWS": 8}
+BLOCK_B, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(32), tl.constexpr(128), tl.constexpr(8)
 """A program processes `BLOCKS_OF_ROWS` blocks in sequence and accumulates in registers."""
 
 
@@ -88,7 +88,7 @@ class _FusedMLP(torch.autograd.Function):
         has_logit = 0 < len(activations) < num_layers and len(weights[-1]) == 1
         sizes = [*widths, widths[-1], 1] if has_logit else widths
         # Partial sums of all layers are adjacent, so that one reduction over programs at the end suffices.
-        num_programs = triton.cdiv(len(grad), BLOCKS["BLOCK_B"] * BLOCKS["BLOCKS_OF_ROWS"])
+        num_programs = triton.cdiv(len(grad), BLOCK_B * BLOCKS_OF_ROWS)
         partial_sums = grad.new_empty(num_programs, sum(sizes), dtype=torch.float32)
         layer_sums = partial_sums.split(sizes, dim=1) if sizes else ()
 
@@ -126,34 +126,15 @@ def relu_backward(grad: Tensor, activation: Tensor, partial_sums: Tensor, scale:
     """
     grad = grad.contiguous()
     masked = torch.empty_like(activation)
-    num_rows, columns = activation.shape
-    _relu_backward[(triton.cdiv(columns, BLOCKS["BLOCK_C"]), len(partial_sums))](
-        grad,
-        activation,
-        masked,
-        partial_sums,
-        num_rows,
-        columns,
-        partial_sums.stride(0),
-        SCALE=scale,
-        **BLOCKS,
-    )
+    sizes = *activation.shape, partial_sums.stride(0)
+    grid = triton.cdiv(activation.shape[1], BLOCK_C), len(partial_sums)
+    _relu_backward[grid](grad, activation, masked, partial_sums, *sizes, SCALE=scale)
     return masked
 
 
 @triton.jit
 def _relu_backward(
-    grad,
-    activation,
-    masked,
-    partial_sums,
-    num_rows,
-    columns,
-    partial_sums_stride,
-    SCALE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCKS_OF_ROWS: tl.constexpr,
+    grad, activation, masked, partial_sums, num_rows, columns, sums_stride, SCALE: tl.constexpr
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_B
@@ -170,7 +151,7 @@ def _relu_backward(
             grad_in = (grad_in.to(tl.float32) * SCALE).to(masked.dtype.element_ty)
         tl.store(masked + offset, grad_in, mask=inside)
         total += grad_in.to(tl.float32)
-    partial_sum = partial_sums + tl.program_id(1) * partial_sums_stride + column
+    partial_sum = partial_sums + tl.program_id(1) * sums_stride + column
     tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < columns)
 
 
@@ -179,33 +160,14 @@ def logit_forward(activation: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     `activation`: [B, C]. `weight`: [1, C]. `bias`: [1].
     """
-    num_rows, columns = activation.shape
-    logits = torch.empty(num_rows, 1, dtype=torch.float32, device=activation.device)
-    block_b = BLOCKS["BLOCK_B"]
-    _logit_forward[(triton.cdiv(num_rows, block_b),)](
-        activation,
-        weight,
-        bias,
-        logits,
-        num_rows,
-        columns,
-        BLOCK_B=block_b,
-        BLOCK_C=BLOCKS["BLOCK_C"],
-    )
+    logits = torch.empty(len(activation), 1, dtype=torch.float32, device=activation.device)
+    grid = (triton.cdiv(len(activation), BLOCK_B),)
+    _logit_forward[grid](activation, weight, bias, logits, *activation.shape)
     return logits
 
 
 @triton.jit
-def _logit_forward(
-    activation,
-    weight,
-    bias,
-    logits,
-    num_rows,
-    columns,
-    BLOCK_B: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+def _logit_forward(activation, weight, bias, logits, num_rows, columns):
     row = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
     total = tl.zeros((BLOCK_B, BLOCK_C), tl.float32)
     for first in range(0, columns, BLOCK_C):
@@ -230,19 +192,9 @@ def logit_backward(
     """
     grad = grad.contiguous()
     masked = torch.empty_like(activation)
-    num_rows, columns = activation.shape
-    _logit_backward[(triton.cdiv(columns, BLOCKS["BLOCK_C"]), len(partial_sums))](
-        grad,
-        weight,
-        activation,
-        masked,
-        partial_sums,
-        num_rows,
-        columns,
-        partial_sums.stride(0),
-        SCALE=scale,
-        **BLOCKS,
-    )
+    sizes = *activation.shape, partial_sums.stride(0)
+    grid = triton.cdiv(activation.shape[1], BLOCK_C), len(partial_sums)
+    _logit_backward[grid](grad, weight, activation, masked, partial_sums, *sizes, SCALE=scale)
     return masked
 
 
@@ -255,11 +207,8 @@ def _logit_backward(
     partial_sums,
     num_rows,
     columns,
-    partial_sums_stride,
+    sums_stride,
     SCALE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCKS_OF_ROWS: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_B
@@ -280,7 +229,7 @@ def _logit_backward(
         total += grad_in
         total_weight += logit * result
         total_logit += logit
-    partial_sum = partial_sums + tl.program_id(1) * partial_sums_stride
+    partial_sum = partial_sums + tl.program_id(1) * sums_stride
     inside = column < columns
     tl.store(partial_sum + column, tl.sum(total, 0)[None, :], mask=inside)
     tl.store(partial_sum + columns + column, tl.sum(total_weight, 0)[None, :], mask=inside)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nn.ops.addresses import elements_between
 
-BLOCK = 4096
+BLOCK = tl.constexpr(4096)
 """Elements per program."""
 NUM_WARPS = 8
 ALIGN = 16
@@ -38,10 +38,11 @@ class TensorBlocks:
             *([elements_between(column[0], tensor) for tensor in column] for column in columns),
             strict=True,
         )
+        most = BLOCK.value
         rows: list[tuple[int, ...]] = [
-            (*(start + begin for start in starts), min(size - begin, BLOCK), -1 if begin else index)
+            (*(start + begin for start in starts), min(size - begin, most), -1 if begin else index)
             for index, (starts, size) in enumerate(zip(offsets, sizes, strict=True))
-            for begin in range(0, size, BLOCK)
+            for begin in range(0, size, most)
         ]
         rows.sort(key=lambda row: not _is_aligned(row))
         self.table = torch.tensor(rows, dtype=torch.int64).t().contiguous().to(columns[0][0].device)
@@ -74,31 +75,21 @@ def cast_parameters(dtype: torch.dtype, parameters: Sequence[Tensor]) -> list[Te
         _found[key] = TensorBlocks([parameters, copies])
     blocks = _found[key]
     num_blocks = blocks.table.shape[1]
-    _cast[(num_blocks,)](
-        parameters[0],
-        memory,
-        blocks.table,
-        num_blocks,
-        blocks.num_aligned,
-        ALIGN=ALIGN,
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
+    listed = blocks.table, num_blocks, blocks.num_aligned
+    _cast[(num_blocks,)](parameters[0], memory, *listed, ALIGN=ALIGN, num_warps=NUM_WARPS)
     return copies
 
 
 @triton.jit
-def _cast(
-    source, target, blocks, num_blocks, num_aligned, ALIGN: tl.constexpr, BLOCK: tl.constexpr
-):
+def _cast(source, target, blocks, num_blocks, num_aligned, ALIGN: tl.constexpr):
     if tl.program_id(0) < num_aligned:
-        _cast_block(source, target, blocks, num_blocks, ALIGN, BLOCK)
+        _cast_block(source, target, blocks, num_blocks, ALIGN)
     else:
-        _cast_block(source, target, blocks, num_blocks, 1, BLOCK)
+        _cast_block(source, target, blocks, num_blocks, 1)
 
 
 @triton.jit
-def _cast_block(source, target, blocks, num_blocks, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+def _cast_block(source, target, blocks, num_blocks, ALIGN: tl.constexpr):
     entry = blocks + tl.program_id(0)
     source_at = source + tl.multiple_of(tl.load(entry), ALIGN)
     target_at = target + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)

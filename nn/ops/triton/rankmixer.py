@@ -19,10 +19,12 @@ from nn.ops.triton.layer_norm import (
     BACKWARD,
     FORWARD,
     PROGRAMS,
+    Shape,
     input_gradient,
     load,
     normalise,
     parameters,
+    shape_of,
     store,
     store_sums,
     zeros,
@@ -31,20 +33,10 @@ from nn.ops.triton.parameters import cast_parameters
 
 # B: samples, T: tokens, D: columns of a token, K: columns of its hidden layer, P: programs of a token
 
-ACTIVATION = {"BLOCK_B": 16, "BLOCK_C": 128, "BLOCKS_OF_ROWS": 16}
-"""A program processes `BLOCKS_OF_ROWS` blocks of a token in sequence and accumulates in registers."""
+BLOCK_B, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(16), tl.constexpr(128), tl.constexpr(16)
+"""A program of the activation processes `BLOCKS_OF_ROWS` blocks of a token in sequence and accumulates in registers."""
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
-
-
-class Shape(NamedTuple):
-    """Constants of a norm's kernel, as in `nn.ops.triton.layer_norm`."""
-
-    C: int
-    BLOCK_C: int
-    BLOCK_R: int
-    T: int
-    MIXES: bool
 
 
 class Parameters(NamedTuple):
@@ -74,7 +66,7 @@ class _Block(torch.autograd.Function):
         hidden = torch.bmm(s, up)
         activated = torch.empty_like(hidden)
         grid, sizes = _activation_layout(hidden)
-        _activate[grid](hidden, of.up_bias, activated, *sizes, **ACTIVATION)
+        _activate[grid](hidden, of.up_bias, activated, *sizes)
         y = torch.bmm(activated, down)
         ctx.save_for_backward(x, s, hidden, activated, y, up, down)
         ctx.parameters, ctx.eps = of, eps
@@ -92,7 +84,7 @@ class _Block(torch.autograd.Function):
         grid, sizes = _activation_layout(hidden)
         sums = hidden.new_empty(grid[2], len(x), hidden.shape[2], dtype=torch.float32)
         inputs = of_hidden, hidden, of.up_bias, sums
-        _activation_gradient[grid](*inputs, *sizes, **ACTIVATION)
+        _activation_gradient[grid](*inputs, *sizes)
         of_up = weight_gradient(s, of_hidden, of.up)
         of_sum.baddbmm_(of_hidden, up.mT)  # s is read by the network and beside it
         del of_hidden  # the largest gradient
@@ -142,18 +134,16 @@ def _norm_gradient(
 
 def _norm_layout(x: Tensor, elements: int, *, mixes: bool) -> tuple[int, Shape, int]:
     """Return a token's programs if each reads one block of samples, the kernel's constants, and the warps of a program."""
-    tokens, samples, columns = x.shape
-    block = triton.next_power_of_2(columns)
-    shape = Shape(columns, block, max(elements // block, 1), tokens, mixes)
-    return max(triton.cdiv(samples, shape.BLOCK_R), 1), shape, min(max(block // 128, 4), 16)
+    shape = shape_of(x, elements, T=len(x), MIXES=mixes)
+    num_warps = min(max(shape.BLOCK_C // 128, 4), 16)
+    return max(triton.cdiv(x.shape[1], shape.BLOCK_R), 1), shape, num_warps
 
 
 def _activation_layout(hidden: Tensor) -> tuple[tuple[int, int, int], tuple[int, int]]:
     """Return the grid, blocks of columns, tokens and programs of a token, and the numbers of samples and columns."""
     tokens, samples, columns = hidden.shape
-    rows = ACTIVATION["BLOCK_B"] * ACTIVATION["BLOCKS_OF_ROWS"]
-    programs = max(triton.cdiv(samples, rows), 1)
-    return (triton.cdiv(columns, ACTIVATION["BLOCK_C"]), tokens, programs), (samples, columns)
+    programs = max(triton.cdiv(samples, BLOCK_B * BLOCKS_OF_ROWS), 1)
+    return (triton.cdiv(columns, BLOCK_C), tokens, programs), (samples, columns)
 
 
 @triton.jit
@@ -230,7 +220,7 @@ def _add_mixed(x, out, samples, S: tl.constexpr):
 
 
 @triton.jit
-def _block(bias, block, samples, columns, BLOCK_B: tl.constexpr, BLOCK_C: tl.constexpr):
+def _block(bias, block, samples, columns):
     """Return the offsets of a block of a token's hidden layer, which of them are there, and the biases."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     sample = block * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
@@ -246,13 +236,10 @@ def _activate(
     out,
     samples,
     columns,
-    BLOCK_B: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCKS_OF_ROWS: tl.constexpr,
 ):
     for number in range(BLOCKS_OF_ROWS):
         block = tl.program_id(2) * BLOCKS_OF_ROWS + number
-        offset, inside, shift = _block(bias, block, samples, columns, BLOCK_B, BLOCK_C)
+        offset, inside, shift = _block(bias, block, samples, columns)
         values = load(hidden, offset, inside) + shift
         store(out, offset, values * 0.5 * (1 + tl.erf(values * ROOT_HALF)), inside)
 
@@ -265,15 +252,12 @@ def _activation_gradient(
     sums,
     samples,
     columns,
-    BLOCK_B: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCKS_OF_ROWS: tl.constexpr,
 ):
     """Overwrite the gradient of what `_activate` returns by that of what it reads."""
     total = tl.zeros((BLOCK_B, BLOCK_C), tl.float32)
     for number in range(BLOCKS_OF_ROWS):
         block = tl.program_id(2) * BLOCKS_OF_ROWS + number
-        offset, inside, shift = _block(bias, block, samples, columns, BLOCK_B, BLOCK_C)
+        offset, inside, shift = _block(bias, block, samples, columns)
         values = load(hidden, offset, inside) + shift
         share = 0.5 * (1 + tl.erf(values * ROOT_HALF))
         slope = share + values * DENSITY_AT_0 * tl.exp(-0.5 * values * values)

@@ -6,7 +6,7 @@ last event are skipped. Sums have one order.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nn.ops.jagged import SamplePositions
+from nn.ops.jagged import Positions, SamplePositions
 from nn.ops.target_attention import PROGRAMS
 from nn.ops.triton import jagged
 from nn.ops.triton.column_sums import column_sums
@@ -23,6 +23,19 @@ from nn.ops.triton.column_sums import column_sums
 
 BLOCK_P = 64
 """Positions that a program takes at once."""
+
+
+class Shape(NamedTuple):
+    """Constants of the kernels: positions at once, widths, and those of the blocks that hold them."""
+
+    IS_MEAN: bool
+    P: int
+    D: int
+    H1: int
+    H2: int
+    BLOCK_D: int
+    BLOCK_1: int
+    BLOCK_2: int
 
 
 @torch.compiler.disable
@@ -37,16 +50,8 @@ def attend_weighted(
 
     `parameters`: weight and bias of each of the unit's three layers, which the kernels cast to the dtype of the events.
     """
-    return _Attend.apply(query, events, (at.starts, at.lengths, at.samples), how, *parameters)
-
-
-class _Positions:
-    """Positions of samples, as `nn.ops.triton.jagged` takes them."""
-
-    max_length = 0
-
-    def __init__(self, starts: Tensor, lengths: Tensor, samples: Tensor) -> None:
-        self.starts, self.lengths, self.samples = starts, lengths, samples
+    positions = Positions(at.starts, at.lengths, at.samples, at.max_length)
+    return _Attend.apply(query, events, positions, how == "mean", *parameters)
 
 
 class _Attend(torch.autograd.Function):
@@ -55,70 +60,49 @@ class _Attend(torch.autograd.Function):
         ctx: Any,
         query: Tensor,
         events: Tensor,
-        at: tuple[Tensor, ...],
-        how: str,
+        at: Positions,
+        is_mean: bool,
         *parameters: Tensor,
     ) -> Tensor:
         query, events = query.contiguous(), events.contiguous()
-        ctx.save_for_backward(query, events, *at, *parameters)
-        ctx.how = how
+        ctx.save_for_backward(query, events, *parameters)
+        ctx.at, ctx.is_mean = at, is_mean
         weighted = torch.empty_like(events)
-        _launch(_forward, query, events, at, parameters, weighted)
-        return jagged.pool(weighted, _Positions(*at), how)
+        _launch(_forward, (query, events), at, parameters, is_mean, weighted)
+        return jagged.pool(weighted, at, "mean" if is_mean else "sum")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, events, *at, w1, b1, w2, b2, w3, b3 = ctx.saved_tensors
-        parameters = w1, b1, w2, b2, w3, b3
+        query, events, *parameters = ctx.saved_tensors
         # Blocks that are skipped have zeros; sums over samples read no such position.
         of_events, of_query = torch.zeros_like(events), torch.empty_like(events)
         sizes = [each.numel() for each in parameters]
         partial = grad.new_empty(PROGRAMS, sum(sizes), dtype=torch.float32)
-        _launch(
-            _backward,
-            query,
-            events,
-            tuple(at),
-            parameters,
-            *(grad.contiguous(), of_events, of_query, partial, sum(sizes), ctx.how == "mean"),
-        )
-        sums = column_sums(partial).split(sizes)
-        return (
-            jagged.pool(of_query, _Positions(*at), "sum"),
-            of_events,
-            None,
-            None,
-            *(
-                sum_.view_as(each).to(each.dtype)
-                for sum_, each in zip(sums, parameters, strict=True)
-            ),
-        )
+        results = grad.contiguous(), of_events, of_query, partial, sum(sizes)
+        _launch(_backward, (query, events), ctx.at, parameters, ctx.is_mean, *results)
+        sums = zip(column_sums(partial).split(sizes), parameters, strict=True)
+        of_parameters = (sum_.view_as(each).to(each.dtype) for sum_, each in sums)
+        return jagged.pool(of_query, ctx.at, "sum"), of_events, None, None, *of_parameters
 
 
 def _launch(
     kernel: Any,
-    query: Tensor,
-    events: Tensor,
-    at: tuple[Tensor, ...],
+    vectors: tuple[Tensor, Tensor],
+    at: Positions,
     parameters: Sequence[Tensor],
+    is_mean: bool,
     *rest: Any,
 ) -> None:
-    (first, second), columns = (parameters[0].shape[0], parameters[2].shape[0]), events.shape[1]
+    widths = vectors[1].shape[1], parameters[0].shape[0], parameters[2].shape[0]
+    blocks = (max(triton.next_power_of_2(width), 16) for width in widths)
     kernel[(PROGRAMS,)](
-        query,
-        events,
-        at,
+        *vectors,
+        (at.starts, at.lengths, at.samples),
         tuple(parameters),
-        len(query),
+        len(vectors[0]),
         *rest,
-        D=columns,
-        H1=first,
-        H2=second,
-        P=BLOCK_P,
-        BLOCK_D=max(triton.next_power_of_2(columns), 16),
-        BLOCK_1=max(triton.next_power_of_2(first), 16),
-        BLOCK_2=max(triton.next_power_of_2(second), 16),
+        S=Shape(is_mean, BLOCK_P, *widths, *blocks),
         # Unmeasured; from the registers that the compiler needs.
         num_warps=8 if kernel is _backward else 4,
         num_stages=1,
@@ -133,50 +117,46 @@ def _matrix(weight, rows, columns, stride, NUM_ROWS: tl.constexpr, NUM_COLUMNS: 
 
 
 @triton.jit
-def _vectors(values, row, takes, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    column = tl.arange(0, BLOCK_D)[None, :]
-    inside = takes[:, None] & (column < D)
-    return tl.load(values + row[:, None] * D + column, mask=inside, other=0.0)
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros((ROWS, COLUMNS), tl.float32)
 
 
 @triton.jit
-def _block(query, events, at, block, end, P: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _vectors(values, row, takes, S: tl.constexpr):
+    column = tl.arange(0, S.BLOCK_D)[None, :]
+    inside = takes[:, None] & (column < S.D)
+    return tl.load(values + row[:, None] * S.D + column, mask=inside, other=0.0)
+
+
+@triton.jit
+def _block(query, events, at, block, end, S: tl.constexpr):
     """Return positions, their samples, which belong to one, its length, and the vectors of candidates and events."""
-    position = tl.arange(0, P).to(tl.int64) + block * P
+    position = tl.arange(0, S.P).to(tl.int64) + block * S.P
     sample = tl.load(at[2] + position, mask=position < end, other=0).to(tl.int64)
     length = tl.load(at[1] + sample)
     offset = position - tl.load(at[0] + sample)
     takes = (position < end) & (offset >= 0) & (offset < length)
-    q = _vectors(query, sample, takes, D, BLOCK_D)
-    e = _vectors(events, position, takes, D, BLOCK_D)
+    q = _vectors(query, sample, takes, S)
+    e = _vectors(events, position, takes, S)
     return position, sample, takes, length, q, e
 
 
 @triton.jit
-def _hidden(
-    q,
-    e,
-    parameters,
-    D: tl.constexpr,
-    H1: tl.constexpr,
-    H2: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_1: tl.constexpr,
-    BLOCK_2: tl.constexpr,
-):
+def _hidden(q, e, parameters, S: tl.constexpr):
     """Return both hidden layers, float32, and the weights of events."""
-    column, of_1, of_2 = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_1), tl.arange(0, BLOCK_2)
-    h1 = tl.zeros((q.shape[0], BLOCK_1), tl.float32)
+    column = tl.arange(0, S.BLOCK_D)
+    of_1, of_2 = tl.arange(0, S.BLOCK_1), tl.arange(0, S.BLOCK_2)
+    h1 = _zeros(S.P, S.BLOCK_1)
     for part in tl.static_range(4):
         x = q if part == 0 else e if part == 1 else q - e if part == 2 else q * e
-        w = _matrix(parameters[0] + part * D, of_1[:, None], column[None, :], 4 * D, H1, D)
+        w = _matrix(parameters[0] + part * S.D, of_1[:, None], column[None, :], 4 * S.D, S.H1, S.D)
         h1 += tl.dot(x, tl.trans(w.to(x.dtype)), input_precision="ieee")
-    h1 = tl.sigmoid(h1 + tl.load(parameters[1] + of_1, mask=of_1 < H1, other=0.0)[None, :])
-    w = _matrix(parameters[2], of_2[:, None], of_1[None, :], H1, H2, H1).to(q.dtype)
+    h1 = tl.sigmoid(h1 + tl.load(parameters[1] + of_1, mask=of_1 < S.H1, other=0.0)[None, :])
+    w = _matrix(parameters[2], of_2[:, None], of_1[None, :], S.H1, S.H2, S.H1).to(q.dtype)
     h2 = tl.dot(h1.to(q.dtype), tl.trans(w), input_precision="ieee")
-    h2 = tl.sigmoid(h2 + tl.load(parameters[3] + of_2, mask=of_2 < H2, other=0.0)[None, :])
+    h2 = tl.sigmoid(h2 + tl.load(parameters[3] + of_2, mask=of_2 < S.H2, other=0.0)[None, :])
     # Columns behind the last one have weights of zero.
-    w = tl.load(parameters[4] + of_2, mask=of_2 < H2, other=0.0)
+    w = tl.load(parameters[4] + of_2, mask=of_2 < S.H2, other=0.0)
     return h1, h2, tl.sum(h2 * w[None, :], 1) + tl.load(parameters[5])
 
 
@@ -186,74 +166,44 @@ def _end_of(at, count):
 
 
 @triton.jit
-def _forward(
-    query,
-    events,
-    at,
-    parameters,
-    count,
-    weighted,
-    D: tl.constexpr,
-    H1: tl.constexpr,
-    H2: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_1: tl.constexpr,
-    BLOCK_2: tl.constexpr,
-):
+def _forward(query, events, at, parameters, count, weighted, S: tl.constexpr):
     end = _end_of(at, count)
-    column = tl.arange(0, BLOCK_D)[None, :]
-    for block in range(tl.program_id(0), tl.cdiv(end, P), tl.num_programs(0)):
-        position, _, takes, _, q, e = _block(query, events, at, block, end, P, D, BLOCK_D)
-        _, _, weight = _hidden(q, e, parameters, D, H1, H2, BLOCK_D, BLOCK_1, BLOCK_2)
+    column = tl.arange(0, S.BLOCK_D)[None, :]
+    for block in range(tl.program_id(0), tl.cdiv(end, S.P), tl.num_programs(0)):
+        position, _, takes, _, q, e = _block(query, events, at, block, end, S)
+        _, _, weight = _hidden(q, e, parameters, S)
         result = weight[:, None] * e.to(tl.float32)
-        inside = takes[:, None] & (column < D)
-        out = weighted + position[:, None] * D + column
+        inside = takes[:, None] & (column < S.D)
+        out = weighted + position[:, None] * S.D + column
         tl.store(out, result.to(weighted.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(
-    query,
-    events,
-    at,
-    parameters,
-    count,
-    grad,
-    of_events,
-    of_query,
-    partial,
-    num_parameters,
-    IS_MEAN: tl.constexpr,
-    D: tl.constexpr,
-    H1: tl.constexpr,
-    H2: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_1: tl.constexpr,
-    BLOCK_2: tl.constexpr,
+    query, events, at, parameters, count, grad, of_events, of_query, partial, size, S: tl.constexpr
 ):
     end = _end_of(at, count)
-    column, of_1, of_2 = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_1), tl.arange(0, BLOCK_2)
-    dw1_0 = tl.zeros((BLOCK_1, BLOCK_D), tl.float32)
-    dw1_1 = tl.zeros((BLOCK_1, BLOCK_D), tl.float32)
-    dw1_2 = tl.zeros((BLOCK_1, BLOCK_D), tl.float32)
-    dw1_3 = tl.zeros((BLOCK_1, BLOCK_D), tl.float32)
-    dw2 = tl.zeros((BLOCK_2, BLOCK_1), tl.float32)
-    db1 = tl.zeros((BLOCK_1,), tl.float32)
-    db2 = tl.zeros((BLOCK_2,), tl.float32)
-    dw3 = tl.zeros((BLOCK_2,), tl.float32)
-    db3 = tl.zeros((P,), tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(end, P), tl.num_programs(0)):
-        position, sample, takes, length, q, e = _block(query, events, at, block, end, P, D, BLOCK_D)
-        h1, h2, weight = _hidden(q, e, parameters, D, H1, H2, BLOCK_D, BLOCK_1, BLOCK_2)
-        g = _vectors(grad, sample, takes, D, BLOCK_D).to(tl.float32)
-        if IS_MEAN:
+    column = tl.arange(0, S.BLOCK_D)
+    of_1, of_2 = tl.arange(0, S.BLOCK_1), tl.arange(0, S.BLOCK_2)
+    dw1_0 = _zeros(S.BLOCK_1, S.BLOCK_D)
+    dw1_1 = _zeros(S.BLOCK_1, S.BLOCK_D)
+    dw1_2 = _zeros(S.BLOCK_1, S.BLOCK_D)
+    dw1_3 = _zeros(S.BLOCK_1, S.BLOCK_D)
+    dw2 = _zeros(S.BLOCK_2, S.BLOCK_1)
+    db1 = tl.zeros((tl.constexpr(S.BLOCK_1),), tl.float32)
+    db2 = tl.zeros((tl.constexpr(S.BLOCK_2),), tl.float32)
+    dw3 = tl.zeros((tl.constexpr(S.BLOCK_2),), tl.float32)
+    db3 = tl.zeros((tl.constexpr(S.P),), tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(end, S.P), tl.num_programs(0)):
+        position, sample, takes, length, q, e = _block(query, events, at, block, end, S)
+        h1, h2, weight = _hidden(q, e, parameters, S)
+        g = _vectors(grad, sample, takes, S).to(tl.float32)
+        if S.IS_MEAN:
             g = g / tl.maximum(length, 1).to(tl.float32)[:, None]
         d3 = tl.sum(g * e.to(tl.float32), 1)
-        w3 = tl.load(parameters[4] + of_2, mask=of_2 < H2, other=0.0)
+        w3 = tl.load(parameters[4] + of_2, mask=of_2 < S.H2, other=0.0)
         d2 = d3[:, None] * w3[None, :] * h2 * (1 - h2)
-        w2 = _matrix(parameters[2], of_2[:, None], of_1[None, :], H1, H2, H1).to(q.dtype)
+        w2 = _matrix(parameters[2], of_2[:, None], of_1[None, :], S.H1, S.H2, S.H1).to(q.dtype)
         d1 = tl.dot(d2.to(q.dtype), w2, input_precision="ieee") * h1 * (1 - h1)
         db3 += d3
         dw3 += tl.sum(d3[:, None] * h2, 0)
@@ -266,10 +216,12 @@ def _backward(
         dw1_1 += tl.dot(across, e, input_precision="ieee")
         dw1_2 += tl.dot(across, q - e, input_precision="ieee")
         dw1_3 += tl.dot(across, q * e, input_precision="ieee")
-        dq = tl.zeros((P, BLOCK_D), tl.float32)
+        dq = _zeros(S.P, S.BLOCK_D)
         de = weight[:, None] * g
         for part in tl.static_range(4):
-            w1 = _matrix(parameters[0] + part * D, of_1[:, None], column[None, :], 4 * D, H1, D)
+            w1 = _matrix(
+                parameters[0] + part * S.D, of_1[:, None], column[None, :], 4 * S.D, S.H1, S.D
+            )
             dx = tl.dot(narrow, w1.to(q.dtype), input_precision="ieee")
             if part == 0:
                 dq += dx
@@ -281,24 +233,24 @@ def _backward(
             else:
                 dq += dx * e.to(tl.float32)
                 de += dx * q.to(tl.float32)
-        inside = takes[:, None] & (column < D)[None, :]
-        offset = position[:, None] * D + column[None, :]
+        inside = takes[:, None] & (column < S.D)[None, :]
+        offset = position[:, None] * S.D + column[None, :]
         tl.store(of_events + offset, de.to(of_events.dtype.element_ty), mask=inside)
         tl.store(of_query + offset, dq.to(of_query.dtype.element_ty), mask=inside)
     # In the order of the parameters.
-    out = partial + tl.program_id(0).to(tl.int64) * num_parameters
-    inside = (of_1 < H1)[:, None] & (column < D)[None, :]
-    of_part = out + of_1[:, None] * (4 * D) + column[None, :]
+    out = partial + tl.program_id(0).to(tl.int64) * size
+    inside = (of_1 < S.H1)[:, None] & (column < S.D)[None, :]
+    of_part = out + of_1[:, None] * (4 * S.D) + column[None, :]
     tl.store(of_part, dw1_0, mask=inside)
-    tl.store(of_part + D, dw1_1, mask=inside)
-    tl.store(of_part + 2 * D, dw1_2, mask=inside)
-    tl.store(of_part + 3 * D, dw1_3, mask=inside)
-    out += 4 * D * H1
-    tl.store(out + of_1, db1, mask=of_1 < H1)
-    out += H1
-    inside = (of_2 < H2)[:, None] & (of_1 < H1)[None, :]
-    tl.store(out + of_2[:, None] * H1 + of_1[None, :], dw2, mask=inside)
-    out += H1 * H2
-    tl.store(out + of_2, db2, mask=of_2 < H2)
-    tl.store(out + H2 + of_2, dw3, mask=of_2 < H2)
-    tl.store(out + 2 * H2, tl.sum(db3, 0))
+    tl.store(of_part + S.D, dw1_1, mask=inside)
+    tl.store(of_part + 2 * S.D, dw1_2, mask=inside)
+    tl.store(of_part + 3 * S.D, dw1_3, mask=inside)
+    out += 4 * S.D * S.H1
+    tl.store(out + of_1, db1, mask=of_1 < S.H1)
+    out += S.H1
+    inside = (of_2 < S.H2)[:, None] & (of_1 < S.H1)[None, :]
+    tl.store(out + of_2[:, None] * S.H1 + of_1[None, :], dw2, mask=inside)
+    out += S.H1 * S.H2
+    tl.store(out + of_2, db2, mask=of_2 < S.H2)
+    tl.store(out + S.H2 + of_2, dw3, mask=of_2 < S.H2)
+    tl.store(out + 2 * S.H2, tl.sum(db3, 0))

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from nn.checkpoint.dcp_storage import ArrayFile
 from nn.checkpoint.holes import crc32_of, stored_pages
+from nn.checkpoint.tensor_files import ArrayFile
 
 PAGES = 3000
 NUM_BYTES = PAGES * PAGESIZE + 100

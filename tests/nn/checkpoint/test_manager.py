@@ -12,10 +12,8 @@ from threading import Event
 
 import pytest
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.remote_device import _remote_device
 
-from nn.checkpoint.dcp_storage import DcpWriter
+from nn.checkpoint import tensor_files
 from nn.checkpoint.directory import (
     clear,
     find_damage,
@@ -26,7 +24,6 @@ from nn.checkpoint.directory import (
     unfinished,
 )
 from nn.checkpoint.manager import CheckpointManager, SavedRun
-from nn.checkpoint.staging import StagingBuffer
 from nn.checkpoint.state import facts_of, restore
 from nn.tiers.host_rows import HostRows
 from tests.helpers.command import run_command
@@ -46,11 +43,11 @@ def without_curves(monkeypatch) -> None:
 
 def test_training_continues_while_the_state_of_an_earlier_step_is_written(tmp_path, monkeypatch):
     may_write, seen = Event(), []
-    write_data = DcpWriter.write_data
+    write_arrays = tensor_files.write_arrays
 
-    def wait_and_write(self, plan, planner):
+    def wait_and_write(path, parts):
         assert may_write.wait(60)
-        return write_data(self, plan, planner)
+        return write_arrays(path, parts)
 
     def record_and_release() -> None:
         # The writer is a thread, which may not run during three short steps.
@@ -59,7 +56,7 @@ def test_training_continues_while_the_state_of_an_earlier_step_is_written(tmp_pa
         seen.extend(path.name for path in checkpoints.iterdir())
         may_write.set()
 
-    monkeypatch.setattr(DcpWriter, "write_data", wait_and_write)
+    monkeypatch.setattr(tensor_files, "write_arrays", wait_and_write)
     at_step(monkeypatch, 7, record_and_release)
     ended = run_command(*SHORT, SAVING, "checkpoint.keep=9", f"run_dir={tmp_path / 'run'}")
     assert (ended.exit_code, ended.err) == (0, "")
@@ -72,31 +69,13 @@ def test_training_continues_while_the_state_of_an_earlier_step_is_written(tmp_pa
     assert stored.read_bytes()[: weights.stat().st_size] == weights.read_bytes()
 
 
-def test_a_copy_is_placed_in_host_memory():
-    """torch refuses a shard whose device differs from its metadata."""
-    with ranks_of_cpu():
-        built = build(compose_config(*TINY))
-        state = built.step.state_dict()
-        for sharded in state.values():
-            for shard in sharded.local_shards() if isinstance(sharded, ShardedTensor) else []:
-                shard.metadata.placement = _remote_device("rank:0/cuda:0")
-        copied = StagingBuffer(torch.device("cpu")).take(state)
-    shards = [
-        shard
-        for value in copied.values()
-        if isinstance(value, ShardedTensor)
-        for shard in value.local_shards()
-    ]
-    assert {str(shard.metadata.placement) for shard in shards} == {"rank:0/cpu"}
-
-
 def test_a_save_waits_for_the_previous_one(tmp_path, monkeypatch):
     may_write, waited = Event(), []
-    write_data, wait = DcpWriter.write_data, CheckpointManager.wait
+    write_arrays, wait = tensor_files.write_arrays, CheckpointManager.wait
 
-    def wait_and_write(self, plan, planner):
+    def wait_and_write(path, parts):
         assert may_write.wait(60)
-        return write_data(self, plan, planner)
+        return write_arrays(path, parts)
 
     def record(self):
         waited.append(self.is_writing)
@@ -106,7 +85,7 @@ def test_a_save_waits_for_the_previous_one(tmp_path, monkeypatch):
             may_write.set()
         return wait(self)
 
-    monkeypatch.setattr(DcpWriter, "write_data", wait_and_write)
+    monkeypatch.setattr(tensor_files, "write_arrays", wait_and_write)
     monkeypatch.setattr(CheckpointManager, "wait", record)
     assert run_command(*SHORT, SAVING, f"run_dir={tmp_path / 'run'}").exit_code == 0
     assert waited[:2] == [False, True]
@@ -118,11 +97,11 @@ def test_a_save_waits_for_the_previous_one(tmp_path, monkeypatch):
 
 def test_the_pause_is_all_the_time_that_training_stood_still(tmp_path, monkeypatch):
     """Without room for a copy it waits for the files. Tables on disk are flushed first, by a delta too."""
-    write_data, flush = DcpWriter.write_data, HostRows.flush
+    write_arrays, flush = tensor_files.write_arrays, HostRows.flush
 
-    def write_slowly(self, plan, planner):
+    def write_slowly(path, parts):
         time.sleep(SLOW_S)
-        return write_data(self, plan, planner)
+        return write_arrays(path, parts)
 
     def flush_slowly(self):
         if self._is_changed.any():
@@ -142,7 +121,7 @@ def test_the_pause_is_all_the_time_that_training_stood_still(tmp_path, monkeypat
 
     with monkeypatch.context() as patched:
         patched.setattr("nn.checkpoint.manager.SPARE_MEMORY", 0)
-        patched.setattr(DcpWriter, "write_data", write_slowly)
+        patched.setattr(tensor_files, "write_arrays", write_slowly)
         waited = saved("waited", *SHORT, SAVING)
     assert all(record["paused_s"] >= SLOW_S for record in waited)
     assert all("deltas_paused_s" not in record for record in waited)

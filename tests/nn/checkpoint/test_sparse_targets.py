@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from nn.checkpoint import dcp_storage
+from nn.checkpoint import tensor_files
 
 
 def test_every_page_of_a_changed_row_has_room_before_it_is_written(tmp_path, monkeypatch):
@@ -25,13 +25,13 @@ def test_every_page_of_a_changed_row_has_room_before_it_is_written(tmp_path, mon
         fallocate(descriptor, begin, num_bytes)
 
     monkeypatch.setattr(os, "posix_fallocate", noted)
-    dcp_storage._copy_changes(values, target)
+    tensor_files._copy_changes(values, target)
     assert torch.equal(target, values)
     starts = [(10 + row) * 3072 for row in changed]
     assert reserved == {at // 4096 for start in starts for at in (start, start + 1023)}
     assert path.stat().st_size == 100 * 3072
     reserved.clear()
-    dcp_storage._copy_changes(values, target)
+    tensor_files._copy_changes(values, target)
     assert not reserved
 
     def full(*_: int) -> None:
@@ -39,5 +39,5 @@ def test_every_page_of_a_changed_row_has_room_before_it_is_written(tmp_path, mon
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match=r"No space left on device: .*table"):
-        dcp_storage._copy_changes(values + 1, target)
+        tensor_files._copy_changes(values + 1, target)
     assert torch.equal(target, values)

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from nn.build import open_source
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.directory import find_damage, list_checkpoints, prune, read_facts
 from nn.checkpoint.tensor_index import read_index
+from nn.distributed.sharded_tensor import local_tensors
 from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.composed import (
     DCNV2,
@@ -67,10 +67,8 @@ def state_of(built: Built) -> dict[str, Tensor]:
         state |= {f"{name} {key}": value.clone() for key, value in optimizer[parameter].items()}
     tables = built.step.tables
     for name, value in (tables.weights() | tables.optimizer_state()).items():
-        if isinstance(value, ShardedTensor):
-            (shard,) = value.local_shards()
-            value = shard.tensor
-        state[name] = value.detach().clone().squeeze(-1)
+        (tensor,) = local_tensors(value)
+        state[name] = tensor.clone().squeeze(-1)
     return state
 
 
@@ -164,12 +162,12 @@ def test_an_interrupted_save_leaves_no_step_directory(tmp_path, monkeypatch):
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
 
-        def write_half(writer, plan, planner):
-            (writer._directory / plan.storage_data).write_bytes(b"half")
+        def write_half(path, parts):
+            path.write_bytes(b"half")
             raise OSError("No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr("nn.checkpoint.dcp_storage.DcpWriter.write_data", write_half)
+            patched.setattr("nn.checkpoint.tensor_files.write_arrays", write_half)
             with pytest.raises(ValueError, match="No space left"):
                 save(tmp_path, built, 5)
         assert not list(tmp_path.glob("step_*"))

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from configs.export_schema import ExportFormat
 from configs.schema import Component, OptimizerConfig, OptimizerName
 from nn.build import build_plan, hardware_of, open_source
 from nn.checkpoint import state as checkpoint
+from nn.distributed.sharded_tensor import local_tensors
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
@@ -144,10 +144,8 @@ def test_a_restored_run_resumes_bit_by_bit(dtype, rule, tmp_path):
 def weights_of(built: Built) -> dict[str, torch.Tensor]:
     weights = {}
     for name, value in built.step.tables.weights().items():
-        if isinstance(value, ShardedTensor):
-            (shard,) = value.local_shards()
-            value = shard.tensor
-        weights[name] = value.detach().clone()
+        (tensor,) = local_tensors(value)
+        weights[name] = tensor.clone()
     return weights
 
 

@@ -12,6 +12,7 @@ from configs.schema import EventPooling
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
+from nn.distributed.sharded_tensor import local_tensors, pieces_of
 from nn.models.registry import declared_tables
 from tests.helpers.composed import build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -88,9 +89,7 @@ def trained(cases: list[list[str]]) -> list[Found]:
             built = build(compose_config(*case))
             losses, parts = built.train(0, STEPS), dict[str, list]()
             for name, value in built.step.tables.weights().items():
-                shards = [(0, 0, value.clone())] if type(value) is Tensor else []
-                for shard in [] if shards else value.local_shards():
-                    shards.append((*shard.metadata.shard_offsets, shard.tensor.clone()))
+                shards = [(*offsets, tensor.clone()) for offsets, tensor in pieces_of(value)]
                 parts[name.removesuffix(".weight")] = shards
             for own in built.step.tables.shards():
                 if own.initial is not None:  # the state has changes of it
@@ -107,7 +106,7 @@ def plain(case: list[str]) -> tuple[list[float], dict[str, Tensor]]:
         built = build(compose_config(*case))
         config, dense = built.config, built.step.dense.model
         tables = {
-            name.removesuffix(".weight"): nn.Parameter(value.local_shards()[0].tensor.clone())
+            name.removesuffix(".weight"): nn.Parameter(local_tensors(value)[0].clone())
             for name, value in built.step.tables.weights().items()
         }
         optimizer = torch.optim.SGD([*tables.values(), *dense.parameters()], lr=LR)

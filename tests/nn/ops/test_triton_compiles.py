@@ -57,15 +57,13 @@ def run() -> None:
     from nn.embedding.rules import adagrad
     from nn.embedding.triton_launcher import branch_of
     from nn.ops.triton import batch_norm, column_sums
-    from nn.ops.triton.cross_net import BLOCKS, _cross_backward
+    from nn.ops.triton.cross_net import _cross_backward
     from nn.ops.triton.dense_updates import _dense_adagrad, _dense_sgd
-    from nn.ops.triton.dot_interaction import _dot_forward_of_rows
-    from nn.ops.triton.dropout import BLOCKS as DROPOUT_BLOCKS
+    from nn.ops.triton.dot_interaction import Shape, _dot_forward_of_rows
     from nn.ops.triton.dropout import _dropout
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
-    from nn.ops.triton.mlp import BLOCKS as MLP_BLOCKS
     from nn.ops.triton.mlp import _logit_forward, _relu_backward
-    from nn.ops.triton.parameters import ALIGN, BLOCK, _cast
+    from nn.ops.triton.parameters import ALIGN, _cast
     from nn.ops.triton.served_lookup import _cold_rows, _served_lookup
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
 
@@ -103,9 +101,9 @@ def run() -> None:
     print("barriers of row-wise Adagrad:", barriers[0], "and", barriers[1])
     dtypes = dict.fromkeys(("weights", "gradients", "sums", "steps", "rate", "found_inf"), "*fp32")
     for kernel in (_dense_adagrad, _dense_sgd):
-        build(kernel, dtypes | {"blocks": "*i64"}, ALIGN=ALIGN, BLOCK=BLOCK)
+        build(kernel, dtypes | {"blocks": "*i64"}, ALIGN=ALIGN)
     dtypes_of_cast = {"source": "*fp32", "target": "*bf16", "blocks": "*i64"}
-    build(_cast, dtypes_of_cast, ALIGN=ALIGN, BLOCK=BLOCK)
+    build(_cast, dtypes_of_cast, ALIGN=ALIGN)
     for branch in (
         {"UPDATE": None, "STATE1": "none", "STATE2": "none"},
         {"UPDATE": adagrad.RULE.kernel, "STATE1": "column", "STATE2": "none"},
@@ -148,31 +146,29 @@ def run() -> None:
     for ids in ("*i32", "*i64"):
         build_mapping(ids)
     for index in range(3):
-        build(_cross_backward, {"columns": "i32"}, **BLOCKS, INDEX=index, NUM_LAYERS=3)
+        build(_cross_backward, {"columns": "i32"}, INDEX=index, NUM_LAYERS=3)
     for scale in (1.0, 2.0):
-        build(_relu_backward, {"columns": "i32"}, **MLP_BLOCKS, SCALE=scale)
+        build(_relu_backward, {"columns": "i32"}, SCALE=scale)
     logit = {"columns": "i32", "weight": "*bf16", "bias": "*bf16", "logits": "*fp32"}
-    build(_logit_forward, logit, BLOCK_B=32, BLOCK_C=128)
+    build(_logit_forward, logit)
     of_rows = {"num_outputs": "i32", "offsets": "*i64", "layout_table": "*i64"}
-    shape = {"V": 27, "D": 128, "HAS_BOTTOM": True, "BLOCK_V": 32, "BLOCK_D": 128}
+    shape = Shape(27, 128, True, 16, 32, 128, "ieee")
     for weights, kept, bottom in (("*fp32", "*bf16", "*bf16"), ("*bf16", "*fp32", "*fp16")):
         dtypes = {"weights": weights, "kept": kept, "bottom": bottom, "out": bottom, **of_rows}
-        constants = shape | {"ALIGN": 16, "PRECISION": "ieee", "KEEPS": True}
-        build(_dot_forward_of_rows, dtypes, num_warps=1, **constants)
+        build(_dot_forward_of_rows, dtypes, num_warps=1, S=shape, KEEPS=True)
     column_sums_of = dict.fromkeys(("values", "sums"), "*fp32")
-    build(column_sums._column_sums, column_sums_of, **column_sums.BLOCKS)
+    build(column_sums._column_sums, column_sums_of)
     names = ("num_valid", "mean", "rstd", "weight", "bias", "mean_sums")
     statistics = dict.fromkeys(names, "*fp32") | {"num_valid": "*i64", "columns": "i32"}
     for dtype in ("*fp32", "*bf16"):
         matrices = dict.fromkeys(("x", "out", "grad"), dtype) | statistics
-        sums = {"BLOCKS_OF_ROWS": batch_norm.BLOCKS_OF_ROWS, **batch_norm.BLOCKS}
-        build(batch_norm._moments, matrices | {"sums": "*fp64"}, **sums)
-        build(batch_norm._gradient_sums, matrices | {"sums": "*fp32"}, **sums)
-        build(batch_norm._normalise, matrices, **batch_norm.BLOCKS)
-        build(batch_norm._input_gradient, matrices, **batch_norm.BLOCKS)
+        build(batch_norm._moments, matrices | {"sums": "*fp64"})
+        build(batch_norm._gradient_sums, matrices | {"sums": "*fp32"})
+        build(batch_norm._normalise, matrices)
+        build(batch_norm._input_gradient, matrices)
         pointers = {"x": dtype, "out": dtype, "step": "*i64", "first_row": "*i64"}
         pointers |= {"samples": "*i32", "offsets": "*i32", "columns": "i32", "scale": "fp32"}
-        build(_dropout, pointers, HAS_OFFSETS=True, **DROPOUT_BLOCKS)
+        build(_dropout, pointers, HAS_OFFSETS=True)
 
     build_fp8()
     build_jagged()
@@ -219,15 +215,14 @@ def build_rankmixer() -> None:
         dtypes = matrices | of_columns | {"y_bias": "*fp32", "eps": "fp32", "columns": "i32"}
         aligned, block = [name for name in dtypes if name != "eps"], next_power_of_2(columns)
         for mixes, given in ((True, pairs), (False, {})):
-            shape = kernels.Shape(columns, block, 2048 // block, 16, mixes)
+            shape = kernels.Shape(columns, block, 2048 // block, T=16, MIXES=mixes)
             kind = {"num_warps": 8, "aligned": aligned, "S": shape, **given}
             build(kernels._norm, dtypes, **kind)
             build(kernels._norm_backward, dtypes, **kind)
-        shape = kernels.Shape(columns, block, 2048 // block, 16, True)
+        shape = kernels.Shape(columns, block, 2048 // block, T=16, MIXES=True)
         build(kernels._add_mixed, dtypes, 8, aligned=aligned, S=shape)
-        kind = {"aligned": aligned, **kernels.ACTIVATION}
-        build(kernels._activate, dtypes, **kind)
-        build(kernels._activation_gradient, dtypes, **kind)
+        build(kernels._activate, dtypes, aligned=aligned)
+        build(kernels._activation_gradient, dtypes, aligned=aligned)
 
 
 def build_hstu_attention() -> None:
@@ -254,7 +249,7 @@ def build_fp8() -> None:
     from nn.ops.triton.fp8 import cross_net as fp8_cross_net
     from nn.ops.triton.fp8 import quantise as fp8
 
-    eight = fp8.BLOCKS | {"LIMIT": 448.0, "num_warps": fp8.NUM_WARPS}
+    eight = {"LIMIT": 448.0, "num_warps": fp8.NUM_WARPS}
     sizes = ("num_rows", "num_columns", "x", "x0", "rows", "words", "out")
     for kind in ({}, {"activation": None, "wide": None, "partial_sums": None}):
         build(fp8._quantise, {"rows": "*fp8e4nv"}, aligned=sizes, **eight, **kind)
@@ -296,10 +291,9 @@ def build_jagged() -> None:
         build(kernel, at | dict.fromkeys(("values", "out"), "*bf16"), HOW=how, P=32, D=64)
     of_unit = at | dict.fromkeys(("query", "events", "weighted", "of_events", "of_query"), "*bf16")
     of_unit |= {"parameters": ("*fp32",) * 6, "partial": "*fp32"}
-    sizes = {"D": 16, "H1": 80, "H2": 40, "P": target_attention.BLOCK_P, "BLOCK_D": 16}
-    sizes |= {"BLOCK_1": 128, "BLOCK_2": 64}
-    build(target_attention._forward, of_unit, 4, 1, **sizes)
-    build(target_attention._backward, of_unit, 8, 1, IS_MEAN=True, **sizes)
+    sizes = target_attention.Shape(True, target_attention.BLOCK_P, 16, 80, 40, 16, 128, 64)
+    build(target_attention._forward, of_unit, 4, 1, S=sizes)
+    build(target_attention._backward, of_unit, 8, 1, S=sizes)
     scores = at | dict.fromkeys(("scores", "grad", "result"), "*fp32")
     for grad in ({}, {"grad": None}):
         build(jagged._softmax, scores, BLOCK_P=32, BLOCK_H=2, num_warps=1, **grad)

@@ -61,14 +61,16 @@ def check(
 @pytest.mark.parametrize("samples", [0, 1, 7, 70])
 @pytest.mark.parametrize("sizes", [(4, 32, 5), (3, 24, 2)])
 def test_an_interpreted_block_is_exact(sizes, samples, monkeypatch):
+    import triton.language as tl
+
     from nn.ops.triton import rankmixer as kernels
 
     # Programs take one block of samples, several, and no whole one.
     monkeypatch.setattr(kernels, "PROGRAMS", 2 * sizes[0])
     for name in ("FORWARD", "BACKWARD"):
         monkeypatch.setattr(kernels, name, 256)
-    sizes_of_blocks = {"BLOCK_B": 4, "BLOCK_C": 32, "BLOCKS_OF_ROWS": 3}
-    monkeypatch.setattr(kernels, "ACTIVATION", sizes_of_blocks)
+    for name, size in (("BLOCK_B", 4), ("BLOCK_C", 32), ("BLOCKS_OF_ROWS", 3)):
+        monkeypatch.setattr(kernels, name, tl.constexpr(size))
     check(sizes, samples, "cpu")
 
 

@@ -15,6 +15,7 @@ from configs.schema import Amp, Config, Device
 from dataloading.dataset.batch_layout import id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.build import build_plan, open_source, planned_hardware
+from nn.distributed.sharded_tensor import local_tensors
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.interactions.adaptive_mlp import AdaptiveMLP
 from nn.layers.interactions.target_attention import TargetAttention
@@ -28,7 +29,6 @@ from nn.planning.memory_estimate import RankMemory, plan_memory, requests_of, up
 from nn.planning.plan import Hardware, TablePlan
 from nn.sharding.merged_rows import RowSums
 from nn.sharding.sharded_lookup import ShardedLookup, _ById
-from nn.sharding.tables import local_tensors
 from nn.training.dense_optimizer import dense_rule
 from nn.training.train_step import TrainStep
 from tests.helpers.command import run_command

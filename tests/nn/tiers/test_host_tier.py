@@ -9,8 +9,8 @@ import torch
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from nn.checkpoint import state as checkpoint
+from nn.distributed.sharded_tensor import local_tensors
 from nn.embedding.embedding_bags import LocalEmbeddingBags
-from nn.sharding.tables import local_tensors
 from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from nn.sharding.tables import local_tensors
+from nn.distributed.sharded_tensor import local_tensors
 from tests.helpers.composed import Built, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.nn.checkpoint.test_state import restored, save

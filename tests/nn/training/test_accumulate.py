@@ -111,7 +111,7 @@ def test_batch_normalization_is_per_chunk():
         for chunks in (1, 2):
             built = build(compose_config(*options, f"train.accumulate={chunks}"))
             built.train(0, 1)
-            states.append({k: v.clone() for k, v in built.step.state_dict().items()})
+            states.append({k: v.clone() for k, v in built.step.dense_weights().items()})
     whole, chunked = states
     means = [name for name in whole if name.endswith("running_mean")]
     # Of the first layer; the input of the others is normalized by chunks itself.

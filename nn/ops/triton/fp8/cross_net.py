@@ -12,7 +12,9 @@ from nn.ops.fp8 import GRADIENT, INPUT, LARGEST, Fp8Matrix, Scale
 from nn.ops.triton.column_sums import column_sums
 from nn.ops.triton.cross_net import layer_gradients
 from nn.ops.triton.fp8.quantise import (
-    BLOCKS,
+    BLOCK_C,
+    BLOCK_R,
+    BLOCKS_OF_ROWS,
     NUM_WARPS,
     allocate,
     grid,
@@ -41,7 +43,6 @@ def add_product(
         *x.shape,
         LIMIT=LARGEST[INPUT],
         num_warps=NUM_WARPS,
-        **BLOCKS,
     )
     return out, matrix
 
@@ -77,7 +78,6 @@ def cross_backward(
         NUM_LAYERS=len(factors),
         LIMIT=LARGEST[GRADIENT],
         num_warps=NUM_WARPS,
-        **BLOCKS,
     )
     return matrix, wide, column_sums(partial_sums)
 
@@ -95,9 +95,6 @@ def _add_product(
     num_rows,
     num_columns,
     LIMIT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCKS_OF_ROWS: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
@@ -142,9 +139,6 @@ def _cross_backward(
     INDEX: tl.constexpr,
     NUM_LAYERS: tl.constexpr,
     LIMIT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCKS_OF_ROWS: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R

@@ -15,11 +15,11 @@ from nn.ops.triton.column_sums import column_sums
 
 WORD = 4
 """Rows of a word; `MULTIPLE` rows are whole words."""
-BLOCKS = {"BLOCK_R": 32, "BLOCK_C": 64, "BLOCKS_OF_ROWS": 2}
+BLOCK_R, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(32), tl.constexpr(64), tl.constexpr(2)
 """A program processes `BLOCKS_OF_ROWS` blocks of `WORD` * `BLOCK_R` rows in sequence."""
 NUM_WARPS = 8
 """More registers per thread than these leave would let fewer warps wait for memory at a time."""
-ROWS_OF_PROGRAM = WORD * BLOCKS["BLOCK_R"] * BLOCKS["BLOCKS_OF_ROWS"]
+ROWS_OF_PROGRAM = WORD * BLOCK_R * BLOCKS_OF_ROWS
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -> Fp8Matrix:
@@ -71,7 +71,6 @@ def _rounded(
         *x.shape,
         LIMIT=LARGEST[dtype],
         num_warps=NUM_WARPS,
-        **BLOCKS,
     )
     return matrix
 
@@ -91,7 +90,7 @@ def allocate(
 
 def grid(x: Tensor) -> tuple[int, int]:
     num_rows, num_columns = x.shape
-    return triton.cdiv(num_columns, BLOCKS["BLOCK_C"]), triton.cdiv(num_rows, ROWS_OF_PROGRAM)
+    return triton.cdiv(num_columns, BLOCK_C), triton.cdiv(num_rows, ROWS_OF_PROGRAM)
 
 
 @triton.jit
@@ -107,9 +106,6 @@ def _quantise(
     num_rows,
     num_columns,
     LIMIT: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCKS_OF_ROWS: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
