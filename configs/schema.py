@@ -1032,7 +1032,7 @@ def _table_override(table: str, values: dict[Any, Any]) -> TableOverride:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig(Section):
-    """State on disk, through torch.distributed.checkpoint."""
+    """State on disk."""
 
     section = "checkpoint"
 

@@ -7,7 +7,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import count, islice
-from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -116,7 +115,6 @@ class Loader:
         self.prefetch = settings.prefetch or usual
         self.workers = settings.workers or usual
         self.steps_per_epoch = num_steps(self.num_rows, self.batch_size)
-        self.data_wait_ms = 0.0  # how long the last `next()` waited for its batch
         self._slots: Slots | None = None
         self._readers: ReaderProcesses | None = None
 
@@ -264,9 +262,7 @@ class Loader:
         """Yield what was read at each of `steps`, of which `prefetch` are started ahead; `start` returns how to wait for it."""
         pending = deque(start(step) for step in islice(steps, self.prefetch))
         while pending:
-            asked = perf_counter()
             read = pending.popleft()()
-            self.data_wait_ms = (perf_counter() - asked) * 1e3
             pending.extend(start(step) for step in islice(steps, 1))
             yield read
             del read  # so that the consumer holds the only reference

@@ -1,9 +1,9 @@
 """Evaluation of the model on a split: exact metrics over all ranks."""
 
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,24 +18,9 @@ from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import Ranks
 from nn.metrics.task_metrics import TaskMetrics
 from nn.models.tasks import metrics_of
+from nn.observability.progress import Progress
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
-
-
-class EvaluationProgress(Protocol):
-    """The part of the terminal's progress that an evaluation moves."""
-
-    def evaluation(self, num_batches: int) -> AbstractContextManager[Callable[[], None]]:
-        """Show an evaluation while the block runs, and yield the function to call after every batch."""
-        ...
-
-
-class NoProgress:
-    """Shows nothing."""
-
-    def evaluation(self, num_batches: int) -> AbstractContextManager[Callable[[], None]]:
-        """Yield a function without effect."""
-        return nullcontext(lambda: None)
 
 
 class Evaluator:
@@ -83,7 +68,7 @@ class Evaluator:
         return self._final_batches / max(self._num_batches, 1) if self.has_final else 0.0
 
     def run(
-        self, progress: EvaluationProgress | None = None, *, is_final: bool = False
+        self, progress: Progress | None = None, *, is_final: bool = False
     ) -> dict[str, float | int]:
         """Return the metrics of all tasks (such as `test_auc`, `test_log_loss`), `test_rows` and `eval_s`.
 
@@ -101,7 +86,8 @@ class Evaluator:
         batches = self._loader.batches(0, num_batches)
         self._step.runner.measure(self._loader)
         passed = predictions(self._step, batches, self._ranks.device)
-        with (progress or NoProgress()).evaluation(num_batches) as advance:
+        shown = progress.evaluation(num_batches) if progress else nullcontext(lambda: None)
+        with shown as advance:
             try:
                 for index, (batch, logits) in enumerate(passed):
                     metrics.update(logits, batch, self._groups(index))

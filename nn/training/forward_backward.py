@@ -80,6 +80,61 @@ class _Verdict:
     event: torch.cuda.Event | None
 
 
+class _LookedUp:
+    """Vectors, distinct rows and sequences of samples `first` to `end`, which the dense component may take.
+
+    `values` returns the vectors and the rows of all tables that hand them out, and is called once; whoever takes first says
+    whether it fills the memory of the vectors itself. `unused` are tables of which no rows were taken. Of a batch taken as a
+    whole (`is_whole`) the sort that found its distinct rows adds up the gradients of the rows by id.
+    """
+
+    def __init__(
+        self,
+        lookup: ShardedLookup,
+        ids: LocalIds,
+        batch: Batch,
+        first: int,
+        end: int,
+        values: Callable[[bool], list[Tensor]],
+    ) -> None:
+        self._lookup, self._ids, self._events = lookup, ids, batch.flat_events
+        self._first, self._end = first, end
+        self._values = values
+        self._taken: list[Tensor] = []
+        self._by_id: dict[str, dict[str, Tensor]] = {}
+        self.unused = dict.fromkeys(lookup.handed_out)
+        self.is_whole = False
+
+    def embeddings(self, layout: EmbeddingLayout, rows: TableRows | None) -> PooledEmbeddings:
+        return PooledEmbeddings(layout, self._vectors, rows, self._rows_of, self._sequence_of)
+
+    def _take(self, is_filled_by_caller: bool) -> list[Tensor]:
+        self._taken = self._taken or self._values(is_filled_by_caller)
+        return self._taken
+
+    def _vectors(self, is_filled_by_caller: bool) -> Tensor:
+        return self._take(is_filled_by_caller)[0]
+
+    def _all_rows_of(self, table: str, feature: str) -> DistinctRows:
+        self.unused.pop(table, None)
+        rows = dict(zip(self._lookup.handed_out, self._take(False)[1:], strict=True))[table]
+        found = self._lookup.distinct_rows(self._ids, rows, table, feature)
+
+        def vectors_of_feature() -> Tensor:
+            if table not in self._by_id:
+                self._by_id[table] = self._lookup.vectors(self._ids, rows, table)
+            return self._by_id[table][feature]
+
+        return replace(found, vectors=vectors_of_feature) if self.is_whole else found
+
+    def _rows_of(self, table: str, feature: str) -> DistinctRows:
+        return self._all_rows_of(table, feature).of_samples(self._first, self._end)
+
+    def _sequence_of(self, group: str) -> SequenceEvents:
+        events = self._lookup.sequence(self._ids, group, self._all_rows_of, self._events)
+        return events.of_samples(self._first, self._end)
+
+
 class ForwardBackward:
     """A training step up to the gradients of replicated tables, and of the dense component unless that is updated here too.
 
@@ -220,62 +275,30 @@ class ForwardBackward:
     def _forward(self, vectors: _Vectors, batch: Batch, chunk: _Chunk) -> Tensor:
         """Return the logits. The later the dense component takes the embeddings, the earlier it returns their gradient."""
         context, lookup = self._context, self._lookup
-        taken: list[Tensor] = []
-        unused = dict.fromkeys(lookup.handed_out)
-        by_id: dict[str, dict[str, Tensor]] = {}
 
-        def take_all(is_filled_by_caller: bool) -> list[Tensor]:
-            """Return the vectors and the rows; the first call decides who fills the memory, and later ones get the same."""
-            if taken:
-                return taken
+        def values(is_filled_by_caller: bool) -> list[Tensor]:
             if vectors.table_rows is not None and not is_filled_by_caller:
                 lookup.look_up(vectors.ids)
             if not is_filled_by_caller:
                 self._table_stream.main_waits_for(vectors.arrived)
-            values = lookup.memory.detach()
+            of_samples = lookup.memory.detach()
             if vectors.gradients is not None:
-                values = _vectors(lookup, values, chunk.first, chunk.end)
-            looked_up = [values, *(rows.detach() for rows in lookup.handed_out.values())]
+                of_samples = _vectors(lookup, of_samples, chunk.first, chunk.end)
+            looked_up = [of_samples, *(rows.detach() for rows in lookup.handed_out.values())]
             receive = partial(self._receive, vectors, chunk)
-            taken.extend(
-                _EmbeddingGradient.apply(receive, *(part.requires_grad_() for part in looked_up))
-            )
-            return taken
+            return [*_EmbeddingGradient.apply(receive, *(x.requires_grad_() for x in looked_up))]
 
-        def take(is_filled_by_caller: bool) -> Tensor:
-            return take_all(is_filled_by_caller)[0]
-
-        def all_rows_of(table: str, feature: str) -> DistinctRows:
-            unused.pop(table, None)
-            rows = dict(zip(lookup.handed_out, take_all(False)[1:], strict=True))[table]
-            found = lookup.distinct_rows(vectors.ids, rows, table, feature)
-            if len(self._chunks) > 1:
-                return found
-
-            def vectors_of_feature() -> Tensor:
-                if table not in by_id:
-                    by_id[table] = lookup.vectors(vectors.ids, rows, table)
-                return by_id[table][feature]
-
-            return replace(found, vectors=vectors_of_feature)
-
-        def rows_of(table: str, feature: str) -> DistinctRows:
-            return all_rows_of(table, feature).of_samples(chunk.first, chunk.end)
-
-        def sequence_of(group: str) -> SequenceEvents:
-            events = lookup.sequence(vectors.ids, group, all_rows_of, batch.flat_events)
-            return events.of_samples(chunk.first, chunk.end)
-
+        looked_up = _LookedUp(lookup, vectors.ids, batch, chunk.first, chunk.end, values)
+        looked_up.is_whole = len(self._chunks) == 1
         if context.layers is not None and context.chunk_rows is not None:
             context.layers.set_chunk(chunk.number, chunk.first, chunk.num_valid, chunk.global_valid)
         with context.autocast(), annotate("dense"):
-            layout = chunk.layout or lookup.layout
-            embeddings = PooledEmbeddings(layout, take, vectors.table_rows, rows_of, sequence_of)
+            embeddings = looked_up.embeddings(chunk.layout or lookup.layout, vectors.table_rows)
             logits = context.dense(_rows(batch.numerical, chunk), embeddings)
-        if unused:
+        if looked_up.unused:
             raise ValueError(
-                f"table {shown(next(iter(unused)))} without pooling has a ragged feature, and the model takes none of its "
-                "rows; take them by embeddings.sequence or embeddings.distinct_rows, or pool them by sum or mean"
+                f"table {shown(next(iter(looked_up.unused)))} without pooling has a ragged feature, and the model takes none of "
+                "its rows; take them by embeddings.sequence or embeddings.distinct_rows, or pool them by sum or mean"
             )
         return logits
 
@@ -417,25 +440,14 @@ class Forward:
         """Return the logits of some samples; `values` are the vectors of all, None if they are not looked up yet."""
         lookup = self._lookup
 
-        def take(is_filled_by_caller: bool) -> Tensor:
-            if values is None:
-                return lookup.look_up(ids)
-            return (
-                values if end - first == lookup.batch_size else _vectors(lookup, values, first, end)
-            )
+        def taken(_: bool) -> list[Tensor]:
+            of_all = lookup.look_up(ids) if values is None else values
+            is_part = end - first != lookup.batch_size
+            of_samples = _vectors(lookup, of_all, first, end) if is_part else of_all
+            return [of_samples, *lookup.handed_out.values()]
 
-        def all_rows_of(table: str, feature: str) -> DistinctRows:
-            return lookup.distinct_rows(ids, lookup.handed_out[table], table, feature)
-
-        def rows_of(table: str, feature: str) -> DistinctRows:
-            return all_rows_of(table, feature).of_samples(first, end)
-
-        def sequence_of(group: str) -> SequenceEvents:
-            events = lookup.sequence(ids, group, all_rows_of, batch.flat_events)
-            return events.of_samples(first, end)
-
-        layout = lookup.layout_of(end - first)
-        embeddings = PooledEmbeddings(layout, take, rows, rows_of, sequence_of)
+        looked_up = _LookedUp(lookup, ids, batch, first, end, taken)
+        embeddings = looked_up.embeddings(lookup.layout_of(end - first), rows)
         return self._context.dense(batch.numerical[first:end], embeddings)
 
     def without_updates(self) -> AbstractContextManager:

@@ -38,13 +38,13 @@ class Prefetcher:
         loading: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self._batches = (
-            LookAhead(batches, runner, device) if runner.has_disk_tables else _alone(batches)
+            LookAhead(batches, runner, device) if runner.tables.has_disk_tables else _alone(batches)
         )
         self._runner = runner
         self._device = device
         self._loading = loading
         # The next step waits for the kernels that map ids to slots; beside this step's they are served first.
-        priority = -1 if runner.has_host_tables else 0
+        priority = 0 if runner.tables.tier is None else -1
         self._stream = _side_stream(device, priority) if device.type == "cuda" else None
         self._buffers: _Buffers | None = None
         self._next: tuple[Batch, BatchRows] | None = None

@@ -31,7 +31,7 @@ class StepRunner:
     def __init__(
         self, tables: ShardedTables, context: PassContext, config: Config, *, capture: bool
     ) -> None:
-        self._tables = tables
+        self.tables = tables
         self._context = context
         self.builder = StepBuilder(tables, context, config, capture=capture)
         self._capacity = SharedCapacity(tables, context.ranks)
@@ -49,16 +49,6 @@ class StepRunner:
         size = loader.batch_size // self._context.ranks.world_size
         self.request_capacity.measure(size, ids)
 
-    @property
-    def has_host_tables(self) -> bool:
-        """Return whether rows of this rank's tables lie in host memory."""
-        return self._tables.tier is not None
-
-    @property
-    def has_disk_tables(self) -> bool:
-        """Return whether rows of any rank's tables lie on disk."""
-        return self._tables.has_disk_tables
-
     def announce(self, batch: Batch) -> Need | None:
         """Send the ids of a batch that comes later; return the rows on disk that this rank needs for it."""
         rows = self._send(self._capacity.of(batch))
@@ -70,8 +60,8 @@ class StepRunner:
     def read_ahead(self, needs: Sequence[Need | None]) -> None:
         """Start to read rows from disk, which `announce` has returned."""
         own = [need for need in needs if need is not None]
-        if own and self._tables.tier is not None and self._tables.tier.read_ahead is not None:
-            self._tables.tier.read_ahead.start(own)
+        if own and self.tables.tier is not None and self.tables.tier.read_ahead is not None:
+            self.tables.tier.read_ahead.start(own)
 
     def start(self, batch: Batch, need: Need | None = None) -> tuple[Batch, BatchRows]:
         """Send the ids of a batch on the device to their tables, and fetch the rows of those in host memory.
@@ -85,14 +75,10 @@ class StepRunner:
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
         """Let the current stream wait for the one on which batches are started."""
-        if self._tables.tier is not None:
-            self._tables.tier.wait_for(stream)
+        if self.tables.tier is not None:
+            self.tables.tier.wait_for(stream)
         else:
             torch.cuda.current_stream(self._context.ranks.device).wait_stream(stream)
-
-    def prepare_update(self, step: int, lr: float) -> None:
-        """Write learning rate and step count, which the next pass copies to the device."""
-        self._tables.prepare_update(step, lr)
 
     def train(
         self, batch: Batch, rows: BatchRows, rekeyed: Mapping[str, Rekeyed] | None = None
@@ -105,22 +91,16 @@ class StepRunner:
         with rows.used(is_trained=self._context.update_tables):
             if rekeyed is not None:
                 rows.arrive()
-                self._tables.write_rekeyed(rekeyed)
+                self.tables.write_rekeyed(rekeyed)
             training = self.builder.training(batch, rows, is_full=self._is_full(batch))
             self.num_launched += training.graph is None
             return training.run(rows, batch)
-
-    def update(self) -> None:
-        self._tables.update_replicated(self._context.gradients.further)
 
     def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
         """Return the logits, [B] or [B, T]; the next call overwrites them."""
         rows = self._fitting(batch, rows)
         with rows.used(is_trained=False):
             return self.builder.forward(batch, rows).run(rows, batch)
-
-    def close(self) -> None:
-        self.builder.close()
 
     def _is_full(self, batch: Batch) -> bool:
         return batch.global_valid == len(batch.labels) * self._context.ranks.world_size
@@ -144,7 +124,7 @@ class StepRunner:
 
     def _fetch(self, batch: Batch, rows: BatchRows, need: Need | None = None) -> None:
         """Fetch the rows of tables in host memory; their ids become slots."""
-        if self.has_host_tables:
+        if self.tables.tier is not None:
             lookup = self.builder.lookup(len(batch.labels), rows.ids.capacity)
             rows.keep(lookup.hold_rows(rows.ids, need))
 
@@ -157,7 +137,7 @@ class StepRunner:
         )
         rows.ids_are_read()
         sent = self._send_exactly(batch)
-        if self.has_host_tables:
+        if self.tables.tier is not None:
             # Rows move on the prefetcher's stream otherwise.
             self._synchronize()
             self._fetch(batch, sent)

@@ -132,12 +132,13 @@ class TrainStep:
         self._readback = LossReadback(ranks.device)
         self._pass_state = _pass_state(dense, config.seed, ranks)
         self._pass_layers = attach(dense, self._pass_state)
+        self._gradients = GradientBucket(
+            dense.parameters(), tables.replicated_shapes, config.train.clip_norm
+        )
         context = PassContext(
             dense=dense,
             tasks=tasks,
-            gradients=GradientBucket(
-                dense.parameters(), tables.replicated_shapes, config.train.clip_norm
-            ),
+            gradients=self._gradients,
             readback=self._readback,
             ranks=ranks,
             autocast=self._autocast,
@@ -210,7 +211,7 @@ class TrainStep:
 
     def close(self) -> None:
         """Release the CUDA graphs with their memory, and the files of tables on disk."""
-        self.runner.close()
+        self.runner.builder.close()
         self.tables.close()
 
     @property
@@ -329,11 +330,11 @@ class TrainStep:
 
     def _set_learning_rate(self, step: int, factor: float) -> None:
         self._dense_update.write_learning_rate(self._optimizer.lr * factor)
-        self.runner.prepare_update(step, self._optimizer.table_lr * factor)
+        self.tables.prepare_update(step, self._optimizer.table_lr * factor)
 
     def _update(self, step: int) -> None:
         if Component.tables not in self.frozen:
-            self.runner.update()
+            self.tables.update_replicated(self._gradients.further)
         if Component.dense not in self.frozen:
             if not self._updates_dense_in_pass:
                 self.dense_optimizer.step()

@@ -139,9 +139,7 @@ def test_a_slow_batch_is_not_overtaken(source):
     loader = make_loader(SlowSource(source.spec), "test", batch_size=3, workers=4, prefetch=7)
     batches = loader.batches(num_steps=7)
     assert rows_of(next(batches)) == [0, 1, 2]
-    assert loader.data_wait_ms >= 10
     assert [rows_of(batch)[0] for batch in batches] == [3, 6, 9, 12, 15, 18]
-    assert loader.data_wait_ms < 10
 
 
 def test_resuming_at_a_step_continues_the_same_run(source):

@@ -478,7 +478,7 @@ def launches_of_a_step(root: Path, num_features: int) -> int:
     )
     counted = 0
     for batch in built.train_loader.batches(0, 3):
-        built.step.runner.prepare_update(0, 0.1)
+        built.step.tables.prepare_update(0, 0.1)
         with Launches() as launches:
             batch.to(torch.device("meta"))
             built.step.runner.train(*built.step.runner.start(batch))
