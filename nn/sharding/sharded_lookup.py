@@ -5,8 +5,7 @@ Buffers are allocated once per batch size; the host reads nothing back.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
-from itertools import accumulate
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from nn.embedding.local_tables import LocalTable, SortedIds
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.sequence_events import SequenceEvents
-from nn.ops.embedding_layout import EmbeddingLayout, LayoutSegment
 from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.id_all_to_all import IdAllToAll
@@ -25,6 +23,7 @@ from nn.sharding.pooled_rows import PooledRows
 from nn.sharding.rank_group import GroupIds, gradients_of_all_groups
 from nn.sharding.request_keys import RequestKeys
 from nn.sharding.row_requests import RowRequests
+from nn.sharding.vector_memory import VectorMemory
 from nn.tiers.live_batches import Hold
 from nn.tiers.read_ahead import Need
 from nn.tiers.slot_ids import SlotIds
@@ -60,7 +59,7 @@ class SortedBatch:
 
 @dataclass(frozen=True, slots=True)
 class LookupGradients:
-    """Gradients of what a batch has looked up: of the memory that `ShardedLookup.layout` describes, and of `handed_out`."""
+    """Gradients of what a batch has looked up: of `ShardedLookup.memory`, and of `handed_out`."""
 
     vectors: Tensor
     rows: Mapping[str, Tensor]
@@ -89,12 +88,28 @@ class _Requested:
         return self.tables.names[0]
 
 
+def _requested_tables(
+    tables: RankTables, batch_size: int, capacity: Capacity, replicated_gradients: Sequence[Tensor]
+) -> list[_Requested]:
+    found = []
+    for requested, rows, merged in zip(
+        tables.placement.requested, capacity.requests, capacity.merged, strict=True
+    ):
+        keys = RequestKeys(tables, requested, batch_size, capacity.doublings)
+        exchange = RowRequests(tables, requested, keys, rows, merged, replicated_gradients)
+        pooled = None
+        if not requested.hands_out:
+            pooled = PooledRows(tables, keys, exchange.rows[:-1], batch_size)
+        found.append(_Requested(requested, keys, exchange, pooled))
+    return found
+
+
 class ShardedLookup:
     """The tables, for batches of one size.
 
     `replicated_gradients` [rows, D] are zero at the start of a step. `prefix_columns` are those that the dense component puts
-    before each sample's embeddings, free if all vectors are looked up here. `layout` describes the result of `look_up`, which
-    also fills `handed_out`: of each table whose rows the dense component takes, those of the batch (`DistinctRows`).
+    before each sample's embeddings, free if all vectors are looked up here. `look_up` fills `memory` and
+    `handed_out`: of each table whose rows the dense component takes, those of the batch (`DistinctRows`).
     """
 
     def __init__(
@@ -126,16 +141,7 @@ class ShardedLookup:
         self._prepare_replicated = ArrivedIds(
             tables, features_of(placement.replicas, counts), counts, 1, batch_size
         )
-        self._requested: list[_Requested] = []
-        for requested, rows, merged in zip(
-            placement.requested, capacity.requests, capacity.merged, strict=True
-        ):
-            keys = RequestKeys(tables, requested, batch_size, capacity.doublings)
-            exchange = RowRequests(tables, requested, keys, rows, merged, replicated_gradients)
-            pooled = None
-            if not requested.hands_out:
-                pooled = PooledRows(tables, keys, exchange.rows[:-1], batch_size)
-            self._requested.append(_Requested(requested, keys, exchange, pooled))
+        self._requested = _requested_tables(tables, batch_size, capacity, replicated_gradients)
         self.handed_out = {
             requested.table: requested.exchange.rows
             for requested in self._requested
@@ -162,48 +168,10 @@ class ShardedLookup:
             self._prepare_replicated.blocks,
             batch_size,
         )
-        self._set_sizes(tables, batch_size, prefix_columns)
-
-    def _set_sizes(self, tables: RankTables, batch_size: int, prefix_columns: int) -> None:
-        """Allocate the buffers of the embeddings' all-to-all, and describe the positions of vectors in them."""
-        placement, ranks = tables.placement, tables.ranks
-        group_size = tables.rank_group.size
-        widths = [sum(shard.width for shard in shards) for shards in placement.owned_by_rank]
-        self._partial_columns = sum(
-            shard.width for shard in placement.owned_by_rank[0] if shard.is_partial
-        )
-        replicated_columns = sum(shard.width for shard in placement.replicated)
-        is_alone = group_size == 1 and not replicated_columns and not placement.requested
-        self._prefix_columns = prefix_columns if is_alone else 0
-        self._widths = widths
-        self._local_sizes = [batch_size * (self._prefix_columns + width) for width in widths]
-        own_width = widths[tables.rank_group.rank]
-        self._owned_sizes_by_rank = [batch_size * own_width] * group_size
-        self._starts = list(accumulate(self._local_sizes, initial=0))
-        requested = [sum(shard.width for shard in of.shards) for of in placement.requested]
-        # Behind what arrives: the sums of partial vectors, the vectors of requested tables, those of replicated ones.
-        further = [self._partial_columns, *requested, replicated_columns]
-        sizes = [batch_size * columns for columns in further]
-        self._further_starts = list(accumulate(sizes, initial=self._starts[-1]))
-        self._replicated_start = self._further_starts[-2]
-        self.batch_size = batch_size
-        self._columns = [self._prefix_columns + width for width in widths] + further
-        self._layout_of = cache(partial(_layout, tables, self._columns, self._prefix_columns))
-        self.layout = self._layout_of(batch_size)
-        self._local = torch.empty(
-            self._further_starts[-1],
-            dtype=tables.dtype,
-            device=ranks.device,
-        )
-        if group_size > 1:
-            self._sent = torch.empty(
-                batch_size * group_size,
-                own_width,
-                dtype=tables.dtype,
-                device=ranks.device,
-            )
-        else:
-            self._sent = self._owned_part(self._local)
+        self.memory = VectorMemory(tables, batch_size, prefix_columns)
+        self._sent = self.memory.of_group(tables)
+        self._owned_sizes_by_rank = [batch_size * self._sent.shape[1]] * rank_group.size
+        self._sends_vectors = rank_group.size > 1 and any(self.memory.block_sizes)
 
     def send_ids(self, ids: Tensor, num_valid: int | None = None) -> tuple[LocalIds, Tensor | None]:
         """Send this rank's ids to their tables, and expand them there.
@@ -252,24 +220,25 @@ class ShardedLookup:
     def look_up(self, ids: LocalIds) -> Tensor:
         """Look up the ids and send the embeddings to the ranks of their samples.
 
-        They are in the memory that `layout` describes; the next call overwrites it.
+        They are in `memory`; the next call overwrites it.
         """
         self._lookup_bags.look_up(self._looked_up_ids(ids), self._sent)
-        self._replica_bags.look_up(ids.replicated, self._replicated_part(self._local))
-        if self._rank_group.size > 1 and self._starts[-1]:
+        memory = self.memory
+        self._replica_bags.look_up(ids.replicated, memory.replicated(memory.values))
+        if self._sends_vectors:
             self._channels.embeddings(
-                self._local[: self._starts[-1]],
+                memory.blocks(memory.values),
                 self._sent.view(-1),
-                self._local_sizes,
+                memory.block_sizes,
                 self._owned_sizes_by_rank,
             )
-            self._add_partial()
+            memory.add_partial()
         for number, (requested, slots) in enumerate(self._requested_with_slots(ids)):
             requested.exchange.fetch(ids.requested[number], slots)
             if requested.pooled is not None:
-                out = self._requested_part(self._local, number)
+                out = memory.requested(memory.values, number)
                 requested.pooled.look_up(ids.requested[number], out)
-        return self._local
+        return memory.values
 
     def distinct_rows(self, ids: LocalIds, rows: Tensor, table: str, feature: str) -> DistinctRows:
         """Return `rows`, which are those of a table of `handed_out`, with the positions of a feature's ids."""
@@ -323,59 +292,12 @@ class ShardedLookup:
         for requested in self._requested:
             yield requested, [next(slots) for _ in requested.exchange.in_tier]
 
-    @property
-    def memory(self) -> Tensor:
-        """Return the memory that `layout` describes, which `look_up` fills."""
-        return self._local
-
-    def layout_of(self, num_samples: int) -> EmbeddingLayout:
-        """Return the layout of some samples whose vectors are in memory of their own."""
-        return self._layout_of(num_samples)
-
-    def samples(self, memory: Tensor, first: int, end: int) -> list[Tensor]:
-        """View some samples in each block of `memory`, or of its gradient: [end - first, columns], contiguous."""
-        blocks = memory.split([self.batch_size * width for width in self._columns])
-        return [block.view(self.batch_size, -1)[first:end] for block in blocks if len(block)]
-
     def table_rows(self, ids: LocalIds) -> TableRows | None:
         """Return the rows of all ids; None unless this rank has all tables and each vector is one row, on a GPU."""
         is_here = (
             self._rank_group.size == 1 and not self._replica_bags.tables and not self._requested
         )
         return self._lookup_bags.table_rows(self._looked_up_ids(ids)) if is_here else None
-
-    def _requested_part(self, local: Tensor, number: int) -> Tensor:
-        """View the vectors of requested tables of one width, [B, columns]."""
-        # Behind the sums of partial vectors.
-        start, end = self._further_starts[1 + number : 3 + number]
-        return local[start:end].view(self._replica_bags.num_samples, -1)
-
-    def _add_partial(self) -> None:
-        """Add the vectors that each rank has computed of its rows, in the order of the ranks."""
-        if not self._partial_columns:
-            return
-        first, *others = self._partial_of_ranks(self._local)
-        total = self._partial_sum(self._local)
-        if len(others) == 1:
-            torch.add(first, others[0], out=total)
-            return
-        accurate = first.float()
-        for other in others:
-            accurate += other
-        total.copy_(accurate)
-
-    def _partial_of_ranks(self, local: Tensor) -> list[Tensor]:
-        """View the columns of partial vectors in the block of each rank, [B, columns] each."""
-        blocks = local[: self._starts[-1]].split(self._local_sizes)
-        return [
-            block.view(-1, width)[:, width - self._partial_columns :]
-            for block, width in zip(blocks, self._widths, strict=True)
-        ]
-
-    def _partial_sum(self, local: Tensor) -> Tensor:
-        """View the columns of the sums of partial vectors, [B, columns]."""
-        start, end = self._further_starts[:2]
-        return local[start:end].view(-1, self._partial_columns)
 
     def sort(self, ids: LocalIds) -> SortedBatch:
         """Sort the ids for the updates."""
@@ -410,24 +332,20 @@ class ShardedLookup:
         requested, own = self._requested[number], ids.requested[number].pooled
         if requested.pooled is None or own is None:
             return gradients.rows[requested.table][:-1]
-        return requested.pooled.sum_by_row(own, self._requested_part(gradients.vectors, number))
+        return requested.pooled.sum_by_row(own, self.memory.requested(gradients.vectors, number))
 
     def _send_vectors_back(self, gradients: Tensor) -> Tensor:
         """Send the gradients of the vectors that were sent to the ranks of this group, [samples of the group, T]."""
         if self._rank_group.size == 1:
-            return self._owned_part(gradients)
-        if not self._starts[-1]:
+            return self.memory.owned(gradients)
+        if not self._sends_vectors:
             return self._sent
-        if self._partial_columns:
-            # Every rank needs the gradient of a sum.
-            total = self._partial_sum(gradients)
-            for part in self._partial_of_ranks(gradients):
-                part.copy_(total)
+        self.memory.spread_partial(gradients)
         self._channels.embeddings(
             self._returned.view(-1),
-            gradients[: self._starts[-1]],
+            self.memory.blocks(gradients),
             self._owned_sizes_by_rank,
-            self._local_sizes,
+            self.memory.block_sizes,
         )
         return self._returned
 
@@ -444,21 +362,12 @@ class ShardedLookup:
         self, ids: SortedBatch, gradients: LookupGradients, is_good: Tensor
     ) -> None:
         """Add the gradients of this rank's embeddings to those of the replicated tables."""
-        replicated = self._replicated_part(gradients.vectors)
+        replicated = self.memory.replicated(gradients.vectors)
         self._replica_sums.update(ids.replicas, replicated, is_good)
         for number, requested in enumerate(self._requested):
             if requested.tables.replica is not None:
                 of_rows = self._row_gradients(number, ids, gradients)
                 requested.exchange.update(ids.requested[number].asked, of_rows, is_good)
-
-    def _owned_part(self, local: Tensor) -> Tensor:
-        """View the looked-up embeddings in the local memory; of a rank with all tables only."""
-        return local[: self._starts[-1]].view(self._lookup_bags.num_samples, -1)[
-            :, self._prefix_columns :
-        ]
-
-    def _replicated_part(self, local: Tensor) -> Tensor:
-        return local[self._replicated_start :].view(self._replica_bags.num_samples, -1)
 
 
 class _ById(torch.autograd.Function):
@@ -485,41 +394,3 @@ def _gradient_tables(placement: Placement, gradients: Sequence[Tensor]) -> list[
         LocalTable(table.lookups, gradients[number], {})
         for table, number in zip(placement.replicas, placement.replica_numbers, strict=True)
     ]
-
-
-def _layout(
-    tables: RankTables, columns: Sequence[int], prefix_columns: int, num_samples: int
-) -> EmbeddingLayout:
-    """Describe the positions of vectors: a block per rank, the sums of partial ones, requested and replicated tables.
-
-    A block has `columns` of each sample, which begin with the prefix.
-    """
-    placement = tables.placement
-    by_rank = [
-        [shard for shard in shards if not shard.is_partial] for shards in placement.owned_by_rank
-    ]
-    partial_shards = [shard for shard in placement.owned_by_rank[0] if shard.is_partial]
-    requested = [of.shards for of in placement.requested]
-    segments = []
-    *starts, _ = accumulate((num_samples * width for width in columns), initial=0)
-    for start, width, shards in zip(
-        starts, columns, [*by_rank, partial_shards, *requested, placement.replicated], strict=True
-    ):
-        column = prefix_columns
-        for shard in shards:
-            for vector in range(shard.num_vectors):
-                segments.append(
-                    LayoutSegment(
-                        shard.first_vector + vector,
-                        shard.first_column,
-                        shard.columns,
-                        start + column,
-                        width,
-                    )
-                )
-                column += shard.columns
-    # Of each rank's part of the partial vectors, beside their sums.
-    other_columns = len(by_rank) * sum(shard.width for shard in partial_shards)
-    return EmbeddingLayout(
-        segments, tables.widths, tables.ranks.device, prefix_columns, other_columns
-    )

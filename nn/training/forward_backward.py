@@ -150,7 +150,7 @@ class ForwardBackward:
     ) -> None:
         self._lookup = lookup
         self._context = context
-        rows, world_size = lookup.batch_size, context.ranks.world_size
+        rows, world_size = lookup.memory.batch_size, context.ranks.world_size
         self._global_valid = rows * world_size if global_valid is None else global_valid
         num_valid = rows if num_valid is None else num_valid
         self._chunks = [_Chunk(0, 0, rows, num_valid, self._global_valid, None)]
@@ -165,13 +165,15 @@ class ForwardBackward:
 
     def _chunk(self, number: int, first: int, end: int, num_valid: int) -> _Chunk:
         """Return a chunk; ranks have as many rows, and valid ones come first over all ranks."""
-        rows = self._lookup.batch_size
+        rows = self._lookup.memory.batch_size
         valid = [
             min(max(self._global_valid - rank * rows - first, 0), end - first)
             for rank in range(self._context.ranks.world_size)
         ]
         here = min(max(num_valid - first, 0), end - first)
-        return _Chunk(number, first, end, here, sum(valid), self._lookup.layout_of(end - first))
+        return _Chunk(
+            number, first, end, here, sum(valid), self._lookup.memory.layout_of(end - first)
+        )
 
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
         """Run forward and backward pass, and return the logits, [B] or [B, T] of T tasks, detached."""
@@ -264,7 +266,7 @@ class ForwardBackward:
                     vectors.sorted_ids = self._lookup.sort(ids)
         if len(self._chunks) > 1:
             vectors.gradients = LookupGradients(
-                torch.empty_like(self._lookup.memory),
+                torch.empty_like(self._lookup.memory.values),
                 {
                     table: torch.zeros(out.shape, device=out.device)
                     for table, out in self._lookup.handed_out.items()
@@ -281,7 +283,7 @@ class ForwardBackward:
                 lookup.look_up(vectors.ids)
             if not is_filled_by_caller:
                 self._table_stream.main_waits_for(vectors.arrived)
-            of_samples = lookup.memory.detach()
+            of_samples = lookup.memory.values.detach()
             if vectors.gradients is not None:
                 of_samples = _vectors(lookup, of_samples, chunk.first, chunk.end)
             looked_up = [of_samples, *(rows.detach() for rows in lookup.handed_out.values())]
@@ -293,7 +295,9 @@ class ForwardBackward:
         if context.layers is not None and context.chunk_rows is not None:
             context.layers.set_chunk(chunk.number, chunk.first, chunk.num_valid, chunk.global_valid)
         with context.autocast(), annotate("dense"):
-            embeddings = looked_up.embeddings(chunk.layout or lookup.layout, vectors.table_rows)
+            embeddings = looked_up.embeddings(
+                chunk.layout or lookup.memory.layout, vectors.table_rows
+            )
             logits = context.dense(_rows(batch.numerical, chunk), embeddings)
         if looked_up.unused:
             raise ValueError(
@@ -312,7 +316,7 @@ class ForwardBackward:
         )
         if vectors.gradients is not None:
             whole = vectors.gradients
-            parts = self._lookup.samples(whole.vectors, chunk.first, chunk.end)
+            parts = self._lookup.memory.samples(whole.vectors, chunk.first, chunk.end)
             arrived = gradient.split([part.numel() for part in parts])
             if parts:
                 torch._foreach_copy_(
@@ -416,7 +420,7 @@ class Forward:
 
     @torch.no_grad()
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
-        size = self._lookup.batch_size
+        size = self._lookup.memory.batch_size
         chunk_rows = min(self._context.chunk_rows or size, size)
         # Where vectors are single rows of tables here, the lookup waits until somebody takes them.
         rows = self._lookup.table_rows(ids) if chunk_rows == size else None
@@ -442,12 +446,12 @@ class Forward:
 
         def taken(_: bool) -> list[Tensor]:
             of_all = lookup.look_up(ids) if values is None else values
-            is_part = end - first != lookup.batch_size
+            is_part = end - first != lookup.memory.batch_size
             of_samples = _vectors(lookup, of_all, first, end) if is_part else of_all
             return [of_samples, *lookup.handed_out.values()]
 
         looked_up = _LookedUp(lookup, ids, batch, first, end, taken)
-        embeddings = looked_up.embeddings(lookup.layout_of(end - first), rows)
+        embeddings = looked_up.embeddings(lookup.memory.layout_of(end - first), rows)
         return self._context.dense(batch.numerical[first:end], embeddings)
 
     def without_updates(self) -> AbstractContextManager:
@@ -456,8 +460,8 @@ class Forward:
 
 
 def _vectors(lookup: ShardedLookup, values: Tensor, first: int, end: int) -> Tensor:
-    """Return the vectors of some samples, of those of all, in the layout of `lookup.layout_of`."""
-    parts = [part.flatten() for part in lookup.samples(values, first, end)]
+    """Return the vectors of some samples, of those of all, in the layout of `VectorMemory.layout_of`."""
+    parts = [part.flatten() for part in lookup.memory.samples(values, first, end)]
     return parts[0] if len(parts) == 1 else torch.cat([values[:0], *parts])
 
 
