@@ -392,12 +392,12 @@ class OptimizerConfig(Section):
 
     name: str = option(
         "sgd",
-        "sgd, adagrad, rowwise_adagrad, adam, lion or lamb, or package.module:NAME of a DenseRule",
+        f"{', '.join(OptimizerName)}, or package.module:NAME of a DenseRule",
     )
     lr: float = option(24.0, "peak learning rate, reached after scheduler.warmup_steps", gt=0)
     embedding_name: str | None = option(
         None,
-        "optimizer of tables: those of optimizer.name but lamb, ftrl, sgd_momentum, or package.module:NAME; null: optimizer.name",
+        f"optimizer of tables: {', '.join(table_optimizers())}, or package.module:NAME; null: optimizer.name",
     )
     # Any, since Hydra lets nobody add keys to a typed dictionary.
     embedding_options: Any = option(

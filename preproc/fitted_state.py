@@ -277,6 +277,10 @@ def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfi
         raise ValueError(
             f"{where}: {SPEC_NAME} lists no checksums or no frequency_limit, so that no day can follow it; fit again"
         )
+    if rows not in list(VocabularyRows):
+        raise ValueError(
+            f"{where}: {SPEC_NAME} has vocabulary_rows {shown(rows)}, want {' or '.join(VocabularyRows)}; fit again"
+        )
     if fitted.limits.get("mode") == Mode.transform.name:
         raise ValueError(
             f"{where} was made by mode=transform, which fits nothing; extend the dataset that it was fitted on"
@@ -295,7 +299,7 @@ def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfi
                 f"{where} has no counts of the values of {shown(feature.name)} without an id, which are counted over days; "
                 "fit it again with rare_counts=true"
             )
-    counted = VocabularyRows.all if rows == VocabularyRows.all.name else VocabularyRows.train
+    counted = VocabularyRows[rows]
     if config.vocabulary is VocabularyRows.all and counted is not VocabularyRows.all:
         raise ValueError(
             f"vocabulary=all, but {where} was fitted on the training rows, and every day is counted alike; leave it out"

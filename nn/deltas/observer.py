@@ -17,10 +17,12 @@ class DeltaSaving(Observer):
         self._saved_step = -1
         self._paused_s = 0.0  # since the latest checkpoint
 
-    def on_start(self, loop: Loop) -> None:
-        """Save a checkpoint at which the chain begins, if there is none."""
-        if self._writer.needs_base:
+    def on_step_begin(self, loop: Loop) -> None:
+        """Save a checkpoint at which the chain begins, if there is none: it has the evaluation of `eval.at_start`."""
+        if self._writer.needs_base and self._saved_step < 0:
+            loop.pause_speed()
             loop.save()
+            loop.resume_speed()
 
     def on_checkpoint(self, loop: Loop, checkpoint: PendingCheckpoint) -> None:
         """Start the delta that leads to the checkpoint."""

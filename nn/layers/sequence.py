@@ -5,7 +5,7 @@ have zeros in all of them. Nothing reads the device; shapes depend on no data; s
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +100,7 @@ class SequencePooling(nn.Module):
 
     def __init__(self, how: str, columns: int) -> None:
         super().__init__()
+        assert how in ("attention", *get_args(Pooling)), how
         self.how = how
         if how == "attention":
             self.hidden = nn.Linear(columns, columns)

@@ -1,5 +1,6 @@
 """Progress of a training on the terminal: a bar there, and one plain line per record in a file or a pipe."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -182,9 +183,10 @@ class _Status(ProgressColumn):
         self._metrics = metrics
         self._time_left = time_left
         self._is_wide = is_wide
-        widest = {m.train_key: 0.0 for m in metrics} | {"loss": 0.0, "samples_per_s": 1e6}
-        usual = len(self._text(widest | {"step_ms": 100.0}, "best so far 0.0000"))
-        super().__init__(Column(no_wrap=True, min_width=usual))
+        # Whatever else the text shows is a small number.
+        usual = defaultdict[str, float](float, samples_per_s=1e6, step_ms=100.0)
+        width = len(self._text(usual, "best so far 0.0000"))
+        super().__init__(Column(no_wrap=True, min_width=width))
 
     def render(self, task: Task) -> Text:
         if task.description:

@@ -89,7 +89,7 @@ class Observer:
     """
 
     def on_start(self, loop: Loop) -> None:
-        """Before the first step of this start; the model is loaded, and `eval.at_start` has evaluated it."""
+        """The first event of this start, before `eval.at_start` too: the model is loaded."""
 
     def on_step_begin(self, loop: Loop) -> None:
         """Before a step."""

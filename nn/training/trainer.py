@@ -109,6 +109,7 @@ class Trainer:
         self._is_as_resumed = state.origin is Origin.RESUMED
         self._saved_step = state.num_steps if self._is_as_resumed else None
         self._batches: Generator[Batch, None, None] | None = None
+        self._has_told_start = False
 
     @property
     def num_steps(self) -> int:
@@ -232,15 +233,17 @@ class Trainer:
             self.evaluate()
 
     def start(self) -> Prefetcher:
-        """Start to read the batches of the remaining steps, and to measure speed; return them.
-
-        The first event of the loop: observers may save a checkpoint, or evaluate.
-        """
-        self.observers.tell("on_start", self)
+        """Start to read the batches of the remaining steps, and to measure speed; return them."""
+        self._tell_start()
         prefetcher = self._read()
         self._step.set_training(True)
         self.records.speed = ThroughputMeter()
         return prefetcher
+
+    def _tell_start(self) -> None:
+        if not self._has_told_start:
+            self._has_told_start = True
+            self.observers.tell("on_start", self)
 
     @property
     def _known_step(self) -> int:
@@ -352,6 +355,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on the test split; record and return the result, the same on all ranks."""
+        self._tell_start()
         self.records.write()
         self.observers.tell("on_evaluation_begin", self)
         record = self.head_of_record(self.num_steps) | self.evaluator.run(self.progress)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks
-from serving.inference.tables import dequantized
+from serving.inference.tables import DTYPES, dequantized
 from serving.manifest import SCALED, Table
 
 STORED = {"float32", "float16", "bfloat16"}
@@ -76,11 +76,9 @@ def _write(
                 scale.write(scales.numpy().data)
                 stream.write(integers.numpy().data)
                 near = dequantized(integers, scales, table.columns)
-            elif dtype == "bf16":
-                near = block.to(torch.bfloat16)
-                stream.write(near.view(torch.int16).numpy().data)
             else:
-                stream.write(block.numpy().data)
+                near = block.to(DTYPES[dtype])
+                stream.write(near.view(torch.uint8).numpy().data)
             error = max(error, float((near - block).abs().max()))
     if scale is not None:
         scale.close()

@@ -135,8 +135,8 @@ REFUSED = [
     (
         OptimizerConfig,
         {"embedding_name": "lamb"},
-        "optimizer.embedding_name: Invalid value 'lamb', expected one of [adagrad, adam, ftrl, lion, rowwise_adagrad, sgd, "
-        "sgd_momentum], or package.module:NAME",
+        f"optimizer.embedding_name: Invalid value 'lamb', expected one of [{', '.join(table_optimizers())}], or "
+        "package.module:NAME",
     ),
     (OptimizerConfig, {"lr": 0.0}, "optimizer.lr must be positive, got 0.0"),
     (OptimizerConfig, {"lr": float("nan")}, "optimizer.lr must be positive, got nan"),

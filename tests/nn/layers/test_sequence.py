@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.export import Dim, export
 
+from configs.schema import EventPooling
 from nn.layers.initialization import initialise_dense
 from nn.layers.sequence import (
     LayerNorm,
@@ -20,7 +21,7 @@ from tests.nn.ops.jagged_samples import drawn, samples_of
 LENGTHS = [3, 0, 1, 5]
 
 
-@pytest.mark.parametrize("how", ["sum", "mean", "last", "attention"])
+@pytest.mark.parametrize("how", [how.value for how in EventPooling])
 def test_pooling_of_events(how):
     at = samples_of(LENGTHS)
     # Positions behind the last event hold zeros in a step.
@@ -38,6 +39,11 @@ def test_pooling_of_events(how):
         else:
             wanted = {"sum": rows.sum(0), "mean": rows.mean(0), "last": rows[-1]}[how]
         torch.testing.assert_close(found[number], wanted)
+
+
+def test_a_pooling_without_a_formula_is_no_sum():
+    with pytest.raises(AssertionError, match="largest"):
+        SequencePooling("largest", 4)
 
 
 def test_one_query_attends_to_all_events_and_weighs_them_by_age():

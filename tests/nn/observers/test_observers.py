@@ -103,7 +103,7 @@ def test_an_observer_from_outside_sees_every_event_in_order(own, tmp_path):
     ended = run_command(*TINY, *QUIET, f"log.observers=[{own}:Noting]", f"run_dir={tmp_path}/run")
     assert ended.exit_code == 0, ended.err
     events = __import__(own).EVENTS
-    assert events[:3] == [("evaluation begins", 0), ("evaluation", 0, False), ("start", 0, 6)]
+    assert events[:3] == [("start", 0, 6), ("evaluation begins", 0), ("evaluation", 0, False)]
     assert events[3:7] == AT_STEP
     kinds = [event[0] for event in events]
     assert [kinds.count(kind) for kind in ("step", "between", "record")] == [6, 5, 2]

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from serving.exporting.raw_values import write_raw_values
 from serving.vocabulary import Vocabulary
 from tests.helpers.preproc_command import Refused, preproc
 from tests.preproc.table.test_pipeline import build
+from tests.preproc.test_fitted_state import change_spec
 
 LIMIT, RETIRE_AFTER = 3, 2
 SPLITS = ("train", "test")
@@ -224,6 +226,14 @@ def test_a_dataset_that_was_transformed_is_no_fit_to_extend(days, tmp_path):
     options = ["mode=extend", fitted, "vocabulary=all"]
     with pytest.raises(Refused, match=r"vocabulary=all, but .* was fitted on the training rows"):
         build(tmp_path / "out", table_of(root / "day_1.csv"), *options)
+    shutil.copytree(root / "data_0", tmp_path / "other")
+    change_spec(tmp_path / "other", lambda spec: spec["metadata"].update(vocabulary_rows="some"))
+    with pytest.raises(Refused, match="has vocabulary_rows 'some', want train or all; fit again"):
+        build(
+            tmp_path / "out",
+            table_of(root / "day_1.csv"),
+            *["mode=extend", f"fitted={tmp_path / 'other'}"],
+        )
 
 
 def test_exchanged_ids_of_a_later_day_are_found(days, tmp_path):

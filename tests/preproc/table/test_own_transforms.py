@@ -11,6 +11,7 @@ from configs.transforms import TRANSFORMS, Transform
 from preproc.table.expressions import double, transformed
 from serving.exporting.raw_values import _numerical
 from serving.raw_description import _check_numerical
+from tests.helpers.command import run_command, run_module
 from tests.helpers.preproc_command import Refused
 from tests.preproc.table.test_pipeline import build
 
@@ -150,3 +151,21 @@ def test_sql_that_duckdb_refuses_is_one_line(tmp_path, name, more):
     ) as refused:
         build(tmp_path / "out", table)
     assert "\n" not in refused.value.message
+
+
+def test_a_model_of_a_user_s_transform_is_no_server_of_raw_values(tmp_path):
+    """Trained and exported as it is; with the fit, refused in one line."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    ages = np.random.default_rng(3).integers(0, 90, 80).tolist()
+    build(data, table_of(tmp_path, "people.csv", ages, OWN))
+    small = ["model.embedding_dim=8", "model.bottom_mlp=[8]", "model.top_mlp=[8,1]", "device=cpu"]
+    paths = [f"data.path={data}", f"run_dir={run}", "train.batch_size=8", "train.max_steps=3"]
+    ended = run_command(*paths, *small, "log.pictures=false")
+    assert ended.exit_code == 0, ended.err
+    command = ["serving.export", f"checkpoint={run / 'checkpoints/best'}"]
+    refused = run_module(*command, f"output={tmp_path / 'raw'}", f"fitted={data}")
+    assert refused.exit_code == 2
+    (line,) = refused.err.splitlines()
+    assert "the transform roots_of_a_user:ROOT of 'age' is not built in" in line
+    assert not (tmp_path / "raw").exists()
+    assert run_module(*command, f"output={tmp_path / 'model'}").exit_code == 0

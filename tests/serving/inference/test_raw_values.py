@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from configs.transforms import TRANSFORMS, Transform
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from serving.exporting.raw_values import write_raw_values
@@ -18,6 +19,7 @@ from serving.inference.requests import InputError
 from serving.manifest import Manifest, ModelError
 from serving.vocabulary import Vocabulary, write_vocabulary
 from tests.helpers.preproc_command import preproc
+from tests.preproc.table.test_pipeline import build
 from tests.serving.raw_manifest import raw_manifest
 
 COLUMNS = ["click", "age", "price", "city", "shop", "tags", "words", "code"]
@@ -134,6 +136,39 @@ def test_served_values_are_those_of_preprocessing(fitted, raw):
         if lengths is not None:
             np.testing.assert_array_equal(got.ragged[feature.name].lengths.numpy(), lengths)
             assert 0 in lengths
+
+
+def test_every_transform_of_the_registry_is_served(tmp_path, monkeypatch):
+    """Also one that stands nowhere else."""
+    added = Transform(
+        sql=lambda x, low, size: f"((({x}) - {low}) / {size} - 0.5)",
+        python=lambda values, low, size: [
+            x if x is None else (x - low) / size - 0.5 for x in values
+        ],
+        fits="range",
+    )
+    monkeypatch.setitem(TRANSFORMS, "added", added)
+    numerical = []
+    for name, transform in TRANSFORMS.items():
+        numbers = [0.5, 40.0][: transform.arguments]
+        one = {name: numbers[0] if len(numbers) == 1 else numbers} if numbers else name
+        numerical.append({"name": f"by_{name}", "expression": "age", "transforms": [one]})
+    ages = [*np.random.default_rng(2).normal(20, 20, 90).tolist(), *[""] * 10] * 2
+    lines = [f"{row % 2},{age},Rome" for row, age in enumerate(ages)]
+    (tmp_path / "people.csv").write_text("\n".join(["click,age,city", *lines]) + "\n")
+    table = {
+        "sources": {"people": {"files": str(tmp_path / "people.csv")}},
+        "label": {"name": "click"},
+        "numerical": numerical,
+        "categorical": ["city"],
+        "split": {"train": 0.5},
+    }
+    build(tmp_path / "data", table, "numerical_dtype=float32", "plot=false")
+    (tmp_path / "model").mkdir()
+    raw = RawValues.load(tmp_path / "model", manifest_of(tmp_path / "model", tmp_path / "data"))
+    found = featured(raw, {"age": [*map(str, ages[100:])], "city": ["Rome"] * 100})
+    stored = open_dataset(FeatureSpec.load(tmp_path / "data")).read("test", np.array([[0, 100]]))
+    np.testing.assert_array_equal(found.numerical.numpy(), stored.numerical)
 
 
 @pytest.mark.parametrize(
