@@ -29,6 +29,8 @@ OPTIONS = dict(
 )
 SWITCHES = {"amp": "train.amp=fp16", "xla": "train.compile=true", "cpu": "device=cpu"}
 """Options in the place of flags that are set or not."""
+VALUES = {"SGD": "sgd", "-1": "null", "cross": "dcnv2"}
+"""Ours for their values."""
 NOT_ONE_OPTION = frozenset(
     re.findall(
         r"\w+",
@@ -69,8 +71,7 @@ def translated(recipe: str, arguments: Sequence[str]) -> str:
                 rest.pop(0)
         else:
             value = value if equals or not rest else rest.pop(0)
-            if name == "interaction":
-                value = "dcnv2" if value == "cross" else "dlrm"
+            value = VALUES.get(value, "dlrm" if name == "interaction" else value)
             if name == "embedding_dim" and not value.isdecimal():
                 without.append(f"--{name}")  # a width per table
                 continue

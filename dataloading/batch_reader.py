@@ -9,7 +9,7 @@ from torch import Tensor
 from dataloading.batch import Batch
 from dataloading.batch_memory import Slots
 from dataloading.dataset.batch_layout import KEPT_LAYOUTS, Allocate, BatchLayout
-from dataloading.dataset.source import Columns, Source
+from dataloading.dataset.source import BatchTarget, Columns, Source
 from dataloading.partition import RankRows
 
 TOO_LARGE = -1
@@ -43,7 +43,8 @@ class BatchReader:
         return Batch(memory, columns.layout, rows.num_valid, rows.global_valid)
 
     def _columns(self, rows: RankRows, allocate: Allocate) -> Columns:
-        columns = self._source.read(self._split, rows.runs, rows.padded_to, allocate)
+        into = BatchTarget(rows.padded_to, allocate)
+        columns = self._source.read(self._split, rows.runs, into)
         if columns.global_rows is not None:
             columns.global_rows[:] = rows.global_rows
         return columns

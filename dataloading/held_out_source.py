@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from dataloading.dataset.batch_layout import Allocate
-from dataloading.dataset.source import Columns, DerivedSource, Keys, Source, own_memory
+from dataloading.dataset.source import BatchTarget, Columns, DerivedSource, Keys, Source
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -46,15 +45,9 @@ class HeldOutSource(DerivedSource):
     def before_fork(self, split: str, num_processes: int) -> None:
         self._source.before_fork(_stored(split), num_processes)
 
-    def read(
-        self,
-        split: str,
-        runs: np.ndarray,
-        padded_to: int | None = None,
-        allocate: Allocate = own_memory,
-    ) -> Columns:
+    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
         moved = runs + self._border if split == VALIDATION else runs
-        return self._source.read(_stored(split), moved, padded_to, allocate)
+        return self._source.read(_stored(split), moved, into)
 
     def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
         moved = runs + self._border if split == VALIDATION else runs

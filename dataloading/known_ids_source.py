@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dataloading.dataset.batch_layout import Allocate
-from dataloading.dataset.source import Columns, DerivedSource, Source, own_memory
+from dataloading.dataset.source import BatchTarget, Columns, DerivedSource, Source
 
 
 class KnownIdsSource(DerivedSource):
@@ -18,14 +17,8 @@ class KnownIdsSource(DerivedSource):
         super().__init__(source)
         self._known = [known[feature.name] for feature in source.spec.categorical]
 
-    def read(
-        self,
-        split: str,
-        runs: np.ndarray,
-        padded_to: int | None = None,
-        allocate: Allocate = own_memory,
-    ) -> Columns:
-        columns = self._source.read(split, runs, padded_to, allocate)
+    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
+        columns = self._source.read(split, runs, into)
         for ids, known in zip(columns.ids, self._known, strict=True):
             ids[ids >= known] = 0
         return columns

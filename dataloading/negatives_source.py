@@ -4,14 +4,13 @@ import numpy as np
 
 from configs.messages import shown
 from configs.schema import DrawRule, NegativesConfig
-from dataloading.dataset.batch_layout import Allocate
 from dataloading.dataset.source import (
     EPOCH_ROWS,
+    BatchTarget,
     Columns,
     DerivedSource,
     Keys,
     Source,
-    own_memory,
 )
 from dataloading.gather import expand
 from dataloading.randomness import stream_key, uniform
@@ -78,15 +77,9 @@ class NegativesSource(DerivedSource):
             )
         return granule * self._size
 
-    def read(
-        self,
-        split: str,
-        runs: np.ndarray,
-        padded_to: int | None = None,
-        allocate: Allocate = own_memory,
-    ) -> Columns:
+    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
         rows = expand(runs)
-        found = self._source.read(split, self._stored(rows), padded_to, allocate)
+        found = self._source.read(split, self._stored(rows), into)
         negatives = np.flatnonzero(rows % EPOCH_ROWS % self._size)
         found.labels[negatives] = 0
         own = found.ids[self._features[0]][negatives]

@@ -5,14 +5,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from dataloading.dataset.batch_layout import Allocate
 from dataloading.dataset.source import (
+    BatchTarget,
     Columns,
     DerivedSource,
     Keys,
     Source,
     joined,
-    own_memory,
 )
 from dataloading.gather import expand
 
@@ -45,13 +44,7 @@ class PermutedSource(DerivedSource):
     def before_fork(self, split: str, num_processes: int) -> None:
         pass  # threads read
 
-    def read(
-        self,
-        split: str,
-        runs: np.ndarray,
-        padded_to: int | None = None,
-        allocate: Allocate = own_memory,
-    ) -> Columns:
+    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
         rows = expand(runs)
         own = self._source.read(split, runs)
         starts = self._permuted(split, rows)
@@ -68,7 +61,7 @@ class PermutedSource(DerivedSource):
         if not permuted:
             column = spec.numerical.index(feature)
             own.numerical[:, column] = other.numerical[:, column]
-        return joined(spec, [own], padded_to, allocate)
+        return joined(spec, [own], into)
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         if self.spec.categorical[feature].name in self._permuted_with:

@@ -14,19 +14,18 @@ from typing import Any
 import numpy as np
 
 from configs.messages import on_one_line
-from dataloading.dataset.batch_layout import Allocate
 from dataloading.dataset.dataset_directory import checksums_of, verify_checksums
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.file_states import data_identity
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import (
     EPOCH_ROWS,
+    BatchTarget,
     Columns,
     DerivedSource,
     Keys,
     Source,
     joined,
-    own_memory,
 )
 from dataloading.held_out_source import TRAIN
 from dataloading.lineage import vocabularies
@@ -118,19 +117,13 @@ class StreamSource(DerivedSource):
         starts = zip(self.parts, self._starts[1:], strict=False)
         return [asdict(part) for part, start in starts if start < rows]
 
-    def read(
-        self,
-        split: str,
-        runs: np.ndarray,
-        padded_to: int | None = None,
-        allocate: Allocate = own_memory,
-    ) -> Columns:
+    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
         pieces = self._pieces(split, runs)
         if len(pieces) == 1:
             source, own = pieces[0]
-            return source.read(split, own, padded_to, allocate)
+            return source.read(split, own, into)
         read = [source.read(split, own) for source, own in pieces]
-        return joined(self.spec, read, padded_to, allocate)
+        return joined(self.spec, read, into)
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         read = [source.read_keys(split, own, feature) for source, own in self._pieces(split, runs)]

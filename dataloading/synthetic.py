@@ -10,10 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from configs.schema import SyntheticConfig
-from dataloading.dataset.batch_layout import Allocate
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
-from dataloading.dataset.source import Columns, Keys, Source, own_memory
+from dataloading.dataset.source import BatchTarget, Columns, Keys, Source
 from dataloading.dataset.split_files import SplitFiles
 from dataloading.gather import expand
 from dataloading.randomness import power_law, stream_key, uniform
@@ -104,14 +103,8 @@ class SyntheticSource(Source):
             return None
         return self._history.lengths(split, expand(runs).astype(np.uint64))
 
-    def read(
-        self,
-        split: str,
-        runs: np.ndarray,
-        padded_to: int | None = None,
-        allocate: Allocate = own_memory,
-    ) -> Columns:
-        return self._make(split, expand(runs).astype(np.uint64), padded_to, allocate)[0]
+    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
+        return self._make(split, expand(runs).astype(np.uint64), into)[0]
 
     def teacher_auc(self, split: str = "test") -> float:
         """Return the AUC of the teacher's own logits on `split`, an upper bound for models."""
@@ -124,11 +117,7 @@ class SyntheticSource(Source):
         return float(below.sum() / 2 / len(positive) / len(negative))
 
     def _make(
-        self,
-        split: str,
-        rows: np.ndarray,
-        padded_to: int | None = None,
-        allocate: Allocate = own_memory,
+        self, split: str, rows: np.ndarray, into: BatchTarget | None = None
     ) -> tuple[Columns, np.ndarray]:
         """Return the rows (uint64 [n]) of `split`, and the teacher's logits of them, float32 [n]."""
         num_rows = len(rows)
@@ -136,7 +125,7 @@ class SyntheticSource(Source):
         if self._history is not None:
             lengths = self._history.lengths(split, rows)
             num_ids += [int(lengths.sum())] * len(self._history.features)
-        columns = Columns.empty(self.spec, num_rows, padded_to, num_ids, allocate)
+        columns = Columns.empty(self.spec, num_rows, num_ids, into)
         bags = self._bags(columns)
         for of_feature in columns.lengths:
             if of_feature is not None:

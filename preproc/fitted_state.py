@@ -195,12 +195,13 @@ def load_fitted(directory: Path | None, table: TableConfig) -> FittedState:
     more = [rare_name(name) for name in with_vocabulary]
     more += [latest_name(log.name) for log in table.logs]
     names += [name for name in more if name in listed]
-    files = {name: _compared(directory, name, listed.get(name)) for name in [FITTED, *names]}
+    files = {FITTED: _compared(directory, FITTED, listed.get(FITTED))}
     saved = _mapping(read_json(path), str(path))
     if _with_defaults(saved.get("features"), str(path)) != _with_defaults(features_of(table), ""):
         raise ValueError(
-            f"{path}: fitted on other features or transforms; use the configuration of that run"
+            f"{path}: fitted on other features or transforms; use the dataset= and description of that run"
         )
+    files |= {name: _compared(directory, name, listed.get(name)) for name in names}
     statistics = _statistics(saved.get("statistics"), table, f"{path}: statistics")
     described = document.get("feature_spec")
     for name in with_vocabulary:

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloading.dataset.batch_layout import Allocate
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.sequences import MOMENT_DTYPE, SequenceGroup, row_of
-from dataloading.dataset.source import Columns, Keys, TimedSource, own_memory
+from dataloading.dataset.source import BatchTarget, Columns, Keys, TimedSource
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, mapped
 from dataloading.gather import Selection
 
@@ -44,13 +43,7 @@ class BinarySource(TimedSource):
             split: SplitColumns.of_files(spec, files) for split, files in spec.splits.items()
         }
 
-    def read(
-        self,
-        split: str,
-        runs: np.ndarray,
-        padded_to: int | None = None,
-        allocate: Allocate = own_memory,
-    ) -> Columns:
+    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
         files, columns = self.spec.splits[split], self._columns[split]
         rows = Selection(runs)
         ragged = columns.ragged_ids(self.spec, rows)
@@ -58,7 +51,7 @@ class BinarySource(TimedSource):
             ragged[f.name][0].num_rows if f.hotness is None else rows.num_rows * f.hotness
             for f in self.spec.categorical
         ]
-        out = Columns.empty(self.spec, rows.num_rows, padded_to, num_ids, allocate)
+        out = Columns.empty(self.spec, rows.num_rows, num_ids, into)
         for column, values in out.row_columns(self.spec):
             if column.name in files.absent:
                 values[: rows.num_rows] = column.default

@@ -13,13 +13,12 @@ from threading import Lock
 
 import numpy as np
 
-from dataloading.dataset.batch_layout import Allocate
 from dataloading.dataset.binary import BinarySource, SplitColumns
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import LABEL_DTYPE
 from dataloading.dataset.row_groups import RowGroup, SplitGroups
 from dataloading.dataset.sequences import SequenceGroup, ages_of
-from dataloading.dataset.source import Columns, Keys, TimedSource, own_memory
+from dataloading.dataset.source import BatchTarget, Columns, Keys, TimedSource
 from dataloading.dataset.split_files import SplitFiles
 
 KEPT_BYTES = 256 << 20
@@ -63,22 +62,16 @@ class ParquetSource(TimedSource):
         else:
             self._groups.keep(max(LEAST_KEPT, self._num_kept // num_processes))
 
-    def read(
-        self,
-        split: str,
-        runs: np.ndarray,
-        padded_to: int | None = None,
-        allocate: Allocate = own_memory,
-    ) -> Columns:
+    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
         if self._fits[split]:
-            return self._whole(split).read(split, runs, padded_to, allocate)
+            return self._whole(split).read(split, runs, into)
         pieces = self._pieces(split, runs)
         num_rows = int((runs[:, 1] - runs[:, 0]).sum())
         num_ids = [
             num_rows * f.hotness if f.hotness else sum(_num_ids(g, i, rows) for g, rows in pieces)
             for i, f in enumerate(self.spec.categorical)
         ]
-        out = Columns.empty(self.spec, num_rows, padded_to, num_ids, allocate)
+        out = Columns.empty(self.spec, num_rows, num_ids, into)
         at = 0
         ids_at = [0] * len(num_ids)
         names = [feature.name for feature in self.spec.categorical]

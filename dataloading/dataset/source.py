@@ -19,6 +19,14 @@ def own_memory(num_bytes: int) -> np.ndarray:
     return np.empty(num_bytes, np.uint8)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchTarget:
+    """One memory for a batch, laid out as a step reads it: its rows, padding included, and what returns so many bytes."""
+
+    rows: int
+    allocate: Allocate = own_memory
+
+
 @dataclass(slots=True)
 class Columns:
     """B rows as arrays. The last rows may be padding: all zero, without ids."""
@@ -45,20 +53,18 @@ class Columns:
         cls,
         spec: FeatureSpec,
         num_valid: int,
-        padded_to: int | None,
         num_ids: Sequence[int],
-        allocate: Allocate = own_memory,
+        into: BatchTarget | None = None,
     ) -> "Columns":
         """Return columns to fill: valid rows and ids are undefined, padding is set.
 
-        With `padded_to` they are a batch in one memory, laid out as a step reads it; with None they lie one by one and have
-        no padding.
+        Without a batch to lie in they lie one by one and have no padding.
         """
-        if padded_to is None:
+        if into is None:
             layout, memory = BatchLayout.exact(spec, num_valid, num_ids), None
         else:
-            layout = BatchLayout.holding(spec, padded_to, num_ids)
-            memory = allocate(layout.num_bytes)
+            layout = BatchLayout.holding(spec, into.rows, num_ids)
+            memory = into.allocate(layout.num_bytes)
 
         def view(column: Column) -> np.ndarray:
             return np.empty(column.shape, column.dtype) if memory is None else column.of(memory)
@@ -160,17 +166,11 @@ class Source(ABC):
         """Decode the data of a split that `num_processes` processes, forked next, would otherwise each decode."""
 
     @abstractmethod
-    def read(
-        self,
-        split: str,
-        runs: np.ndarray,
-        padded_to: int | None = None,
-        allocate: Allocate = own_memory,
-    ) -> Columns:
+    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
         """Return the rows of `runs`, in that order; safe to call from several threads.
 
         The ids of features with `vocabulary: dynamic` are undefined; `read_keys` returns their keys. `runs`: int64 [K,
-        2], half-open row ranges. `padded_to`, `allocate`: as of `Columns.empty`. Raises
+        2], half-open row ranges. `into`: as of `Columns.empty`. Raises
         ValueError: an id outside its table, a value that is missing or not finite, or an invalid label, weight or keep
         rate; the message names feature, value, row and file.
         """
@@ -222,15 +222,12 @@ class DerivedSource(Source):
 
 
 def joined(
-    spec: FeatureSpec,
-    pieces: Sequence[Columns],
-    padded_to: int | None = None,
-    allocate: Allocate = own_memory,
+    spec: FeatureSpec, pieces: Sequence[Columns], into: BatchTarget | None = None
 ) -> Columns:
     """Return the rows of `pieces`, which have no padding, one piece after another; the rest as of `Columns.empty`."""
     num_ids = [sum(map(len, ids)) for ids in zip(*(piece.ids for piece in pieces), strict=True)]
     num_rows = sum(len(piece.labels) for piece in pieces)
-    out = Columns.empty(spec, num_rows, padded_to, num_ids, allocate)
+    out = Columns.empty(spec, num_rows, num_ids, into)
 
     def arrays(columns: Columns) -> list[np.ndarray]:
         single = [numbers for _, numbers in columns.row_columns(spec)]

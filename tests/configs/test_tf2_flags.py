@@ -13,11 +13,11 @@ from tests.project.test_readme import TF2_FLAGS
 
 WRITTEN = (
     "--dataset_path /data/a=b --amp --xla --batch_size=65536 --top_mlp_dims 1024,512,1 --learning_rate 24 --run_eagerly "
-    "--nocpu --interaction cross seed=2 --auc_thresholds=100 -epochs 2"
+    "--nocpu --interaction cross seed=2 --auc_thresholds=100 -epochs 2 --optimizer SGD --max_steps -1"
 )
 HERE = (
     "experiment=dlrm_criteo_t15 data.path=/data/a=b train.amp=fp16 train.compile=true train.batch_size=65536 "
-    "'model.top_mlp=[1024,512,1]' optimizer.lr=24 model.name=dcnv2 seed=2 train.epochs=2"
+    "'model.top_mlp=[1024,512,1]' optimizer.lr=24 model.name=dcnv2 seed=2 train.epochs=2 optimizer.name=sgd train.max_steps=null"
 )
 
 

@@ -17,7 +17,7 @@ from dataloading.dataset.batch_layout import NO_ID, BatchLayout, IdCount
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
-from dataloading.dataset.source import Columns
+from dataloading.dataset.source import BatchTarget, Columns
 from dataloading.dataset.split_files import SplitFiles
 
 SPEC = FeatureSpec(
@@ -45,7 +45,7 @@ def batch_of(num_valid: int = 3, rows: int = 4, lengths: tuple[int, ...] = (2, 0
         return made[0].numpy()
 
     num_ids = [num_valid, 2 * num_valid, sum(lengths)]
-    columns = Columns.empty(SPEC, num_valid, rows, num_ids, allocate)
+    columns = Columns.empty(SPEC, num_valid, num_ids, BatchTarget(rows, allocate))
     columns.numerical[:num_valid] = np.arange(2 * num_valid).reshape(-1, 2)
     columns.labels[:num_valid] = 1
     for first, ids in zip((0, 0, 4), columns.ids, strict=True):
@@ -129,7 +129,7 @@ def test_a_moved_batch_is_the_same_batch():
 
 
 def test_columns_for_no_step_have_no_padding():
-    columns = Columns.empty(SPEC, 3, None, [3, 6, 5])
+    columns = Columns.empty(SPEC, 3, [3, 6, 5])
     assert [len(ids) for ids in columns.ids] == [3, 6, 5]
     assert (columns.numerical.shape, len(columns.lengths[2]), len(columns.events[0])) == (
         (3, 2),

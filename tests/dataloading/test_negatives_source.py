@@ -11,7 +11,7 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.row_columns import RowColumn
-from dataloading.dataset.source import EPOCH_ROWS
+from dataloading.dataset.source import EPOCH_ROWS, BatchTarget
 from dataloading.negatives_source import DRAWS, NegativesSource
 from dataloading.randomness import stream_key, uniform
 from nn.checks import open_checked
@@ -116,7 +116,7 @@ def test_negatives_are_those_of_a_loop(data, rule, history):
             assert lists(found, name)[:: K + 1] == lists(found, name)[K :: K + 1]
         # However they are read: in any order, and padded.
         rows = np.random.default_rng(3).permutation(len(wanted))[:50]
-        some = source.read(split, np.stack([rows, rows + 1], 1) + shift, 64)
+        some = source.read(split, np.stack([rows, rows + 1], 1) + shift, BatchTarget(64))
         assert lists(some, "past")[:50] == [lists(found, "past")[row] for row in rows]
         np.testing.assert_array_equal(some.labels, [*found.labels[rows], *[0] * 14])
         np.testing.assert_array_equal(some.ids[1], items[rows])

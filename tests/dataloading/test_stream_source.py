@@ -11,7 +11,7 @@ import yaml
 
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
-from dataloading.dataset.source import Columns, Source
+from dataloading.dataset.source import BatchTarget, Columns, Source
 from dataloading.stream_source import Part, PartFinder, StreamSource
 from tests.helpers.datasets import USERS, plant, write_rows
 from tests.helpers.event_datasets import write_events
@@ -61,9 +61,9 @@ def test_rows_across_parts_are_those_of_one_dataset(stream, tmp_path, file_forma
     whole = opened(write_rows(tmp_path / "whole", 0, ROWS))
     for runs in ([[0, 40]], [[39, 41]], [[45, 60]], [[10, 110]], [[69, 72], [0, 3]], [[5, 5]]):
         rows = np.array(runs)
-        padded_to = int((rows[:, 1] - rows[:, 0]).sum()) + 2
-        for padding in (None, padded_to):
-            got, wanted = (s.read("train", rows, padding) for s in (stream, whole))
+        padded = BatchTarget(int((rows[:, 1] - rows[:, 0]).sum()) + 2)
+        for into in (None, padded):
+            got, wanted = (s.read("train", rows, into) for s in (stream, whole))
             for one, other in zip(columns_of(got), columns_of(wanted), strict=True):
                 np.testing.assert_array_equal(one, other)
         got, wanted = (s.read_keys("train", rows, 2) for s in (stream, whole))

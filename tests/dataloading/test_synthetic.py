@@ -11,6 +11,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
+from dataloading.dataset.source import BatchTarget
 from dataloading.randomness import power_law, stream_key, uniform
 from dataloading.synthetic import SyntheticSource
 
@@ -86,7 +87,7 @@ def test_splits_and_features_are_independent(source):
 
 
 def test_shapes_and_dtypes_are_those_of_any_source(source):
-    columns = read(source, (0, 10), padded_to=12)
+    columns = read(source, (0, 10), into=BatchTarget(12))
     assert (columns.numerical.shape, columns.numerical.dtype) == ((12, 4), np.float32)
     assert (columns.labels.shape, columns.labels.dtype) == ((12,), np.float32)
     assert [len(ids) for ids in columns.ids] == [10, 10, 20, 10, 30]
@@ -97,7 +98,7 @@ def test_shapes_and_dtypes_are_those_of_any_source(source):
 
 
 def test_zero_rows_and_zero_numericals_are_allowed():
-    columns = read(make(num_numerical=0), padded_to=2)
+    columns = read(make(num_numerical=0), into=BatchTarget(2))
     assert columns.numerical.shape == (2, 0)
     assert not any(map(len, columns.ids))
 

@@ -11,6 +11,7 @@ from sklearn.metrics import roc_auc_score
 
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.source import BatchTarget
 from dataloading.synthetic import SyntheticSource
 from tests.helpers.datasets import make_loader
 from tests.helpers.preproc_command import preproc
@@ -63,7 +64,7 @@ def test_a_history_changes_no_other_column(columns):
 
 
 def test_events_are_those_of_their_row_wherever_it_is_read(source, columns):
-    some = source.read("train", np.array([[700, 703], [20, 21]]), padded_to=6)
+    some = source.read("train", np.array([[700, 703], [20, 21]]), into=BatchTarget(6))
     ends = np.cumsum(columns.lengths[3])
     wanted = np.concatenate(
         [np.arange(ends[r] - columns.lengths[3][r], ends[r]) for r in (700, 701, 702, 20)]

@@ -11,6 +11,7 @@ import torch
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
+from dataloading.dataset.source import BatchTarget
 from dataloading.known_ids_source import KnownIdsSource
 from dataloading.permuted_source import PermutedSource
 from nn.build import build_test_loader
@@ -57,7 +58,7 @@ def source(tmp_path):
 def test_one_feature_is_permuted_and_all_else_stays(source, feature):
     plain = source.read("test", ALL)
     permuted = PermutedSource(source, feature, (1, 2), block_rows=20)
-    columns = permuted.read("test", ALL, padded_to=ROWS + 3)
+    columns = permuted.read("test", ALL, into=BatchTarget(ROWS + 3))
     views = {"n": lambda c: c.numerical[:ROWS, 0], "m": lambda c: c.numerical[:ROWS, 1]}
     views |= {name: lambda c, i=i: c.ids[i] for i, name in enumerate(("user", "pair", "tags"))}
     for name, view in views.items():

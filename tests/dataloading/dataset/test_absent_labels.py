@@ -11,6 +11,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.kept_columns import KeptColumns, KeptWriter
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.row_columns import RowColumn
+from dataloading.dataset.source import BatchTarget
 from tests.helpers.preproc_command import preproc
 
 ROWS = 30
@@ -56,8 +57,8 @@ def test_rows_without_labels_are_read(tmp_path, file_format):
     assert spec.rows_of("test") == ROWS
     assert spec.splits["test"].absent == {"click", "price", "w"}
     runs = np.array([[4, 9], [20, ROWS]])
-    got = open_dataset(spec).read("test", runs, padded_to=20)
-    want = open_dataset(labelled).read("test", runs, padded_to=20)
+    got = open_dataset(spec).read("test", runs, into=BatchTarget(20))
+    want = open_dataset(labelled).read("test", runs, into=BatchTarget(20))
     assert not got.labels.any()
     assert (got.weights == np.r_[np.ones(15), np.zeros(5)]).all()
     np.testing.assert_array_equal(got.keep_rates[:15] <= 1, True)

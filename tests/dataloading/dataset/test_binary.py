@@ -14,6 +14,7 @@ import yaml
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.dataset_directory import check_output, verify_checksums, write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.source import BatchTarget
 from dataloading.dataset.split_files import Lengths
 from tests.helpers.handwritten import ROWS, SPEC, ids, label, numericals, write_handwritten
 
@@ -144,7 +145,7 @@ def test_rows_come_back_in_the_order_of_the_runs(tmp_path, pairs):
     wrote = write_mixed(tmp_path / "d")
     source = BinarySource(FeatureSpec.load(tmp_path / "d"))
     rows = np.concatenate([np.arange(*pair) for pair in pairs] or [np.arange(0)])
-    columns = source.read("train", runs_of(pairs), padded_to=len(rows) + 2)
+    columns = source.read("train", runs_of(pairs), into=BatchTarget(len(rows) + 2))
     ends = np.cumsum(wrote["lengths"])
     tags = [
         wrote["tags"][end - count : end] for end, count in zip(ends, wrote["lengths"], strict=True)
@@ -326,7 +327,7 @@ def test_a_numerical_value_that_is_not_finite_is_named(tmp_path, value, pairs):
         f"numerical feature 'm': {value} at row 5 of {path} is not finite; correct the file, or fill missing values when "
         "preprocessing"
     )
-    source.read("train", runs_of([[0, 5], [6, 8]]), padded_to=9)
+    source.read("train", runs_of([[0, 5], [6, 8]]), into=BatchTarget(9))
 
 
 @pytest.mark.parametrize(("entry", "value"), [(0, 1), (-1, 10_000)])

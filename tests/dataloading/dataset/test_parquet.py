@@ -15,6 +15,7 @@ from dataloading.dataset.dataset_directory import verify_checksums, write_datase
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.row_groups import SplitGroups
+from dataloading.dataset.source import BatchTarget
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
 from tests.helpers.datasets import make_loader
@@ -92,8 +93,10 @@ def same_columns(got, want) -> None:
 @pytest.mark.usefixtures("kept")
 def test_any_runs_of_rows_are_those_of_the_binary_format(binary, parquet, runs):
     runs = np.array(runs)
-    want = open_dataset(FeatureSpec.load(binary)).read("train", runs, 128)
-    same_columns(open_dataset(FeatureSpec.load(parquet)).read("train", runs, 128), want)
+    want = open_dataset(FeatureSpec.load(binary)).read("train", runs, BatchTarget(128))
+    same_columns(
+        open_dataset(FeatureSpec.load(parquet)).read("train", runs, BatchTarget(128)), want
+    )
 
 
 def test_the_spec_differs_in_the_files_only(binary, parquet):
@@ -198,7 +201,7 @@ def foreign(root: Path, change=None, **columns: pa.Array) -> Path:
 @pytest.mark.usefixtures("kept")
 def test_files_of_other_tools_are_read_where_they_lie(tmp_path):
     source = open_dataset(FeatureSpec.load(foreign(tmp_path)))
-    columns = source.read("train", np.array([[1, 6]]), 6)
+    columns = source.read("train", np.array([[1, 6]]), BatchTarget(6))
     assert columns.labels.tolist() == [1, 1, 0, 1, 1, 0]
     assert columns.numerical[:, 0].tolist() == [1.5, 2.5, 0.5, 1.5, 2.5, 0]
     assert columns.ids[0].tolist() == [9, 3, 1, 9, 3]

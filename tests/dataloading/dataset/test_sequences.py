@@ -20,6 +20,7 @@ from dataloading.dataset.dataset_directory import verify_checksums, write_datase
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.sequences import EventColumn, EventPools, SequenceGroup
+from dataloading.dataset.source import BatchTarget
 from dataloading.gather import expand
 from dataloading.held_out_source import HeldOutSource
 from dataloading.loader import Loader, LoaderSettings
@@ -81,7 +82,7 @@ def test_every_form_gives_the_events_of_the_rows(roots, monkeypatch):
     for name, root in roots.items():
         for kept in (parquet.KEPT_BYTES, 0):
             monkeypatch.setattr(parquet, "KEPT_BYTES", kept)
-            columns = open_dataset(FeatureSpec.load(root)).read("train", rows, padded_to=6)
+            columns = open_dataset(FeatureSpec.load(root)).read("train", rows, into=BatchTarget(6))
             assert columns.ids[1].tolist() == LOG["hist_item"][at].tolist(), name
             assert columns.ids[3].tolist() == LOG["hist_genre"][at].tolist(), name
             assert columns.lengths[1].tolist() == [*lengths, 0], name
@@ -295,7 +296,7 @@ def test_derived_sources_keep_the_events_with_their_rows(roots):
     wanted = source.read("train", np.array([[40, 50]]))
     assert [numbers.tolist() for numbers in held.events] == [n.tolist() for n in wanted.events]
     permuted = PermutedSource(source, "hist_genre", (1, 2))
-    columns = permuted.read("train", np.array([[0, 50]]), padded_to=52)
+    columns = permuted.read("train", np.array([[0, 50]]), into=BatchTarget(52))
     plain = source.read("train", np.array([[0, 50]]))
     assert columns.ids[0].tolist() == plain.ids[0].tolist()
     assert columns.ids[4].tolist() == plain.ids[4].tolist()

@@ -144,14 +144,20 @@ def test_bits_are_those_of_training_with_all_rows_on_the_device(case, tmp_path):
         assert_alike(trained_both_ways(*CASES[case], tmp_path))
 
 
-def test_two_ranks_train_alike(tmp_path):
-    for results in run_distributed(every_sharded_case, 2, tmp_path):
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_two_ranks_train_alike(tmp_path, ranks_per_node):
+    for results in run_distributed(
+        every_sharded_case, 2, tmp_path, local_world_size=ranks_per_node
+    ):
         for result in results:
             assert_alike(result)
 
 
-def test_requested_rows_of_two_ranks_train_alike(tmp_path):
-    for results in run_distributed(every_requested_case, 2, tmp_path):
+@pytest.mark.parametrize("ranks_per_node", [2, 1])
+def test_requested_rows_of_two_ranks_train_alike(tmp_path, ranks_per_node):
+    for results in run_distributed(
+        every_requested_case, 2, tmp_path, local_world_size=ranks_per_node
+    ):
         for result in results:
             assert_alike(result)
 

@@ -222,6 +222,7 @@ def test_a_line_of_criteo_logs_may_begin_with_the_first_integer(tmp_path):
         ({"keep": ["more"], "sources": {"o": {"files": "LISTS"}}}, [], "table.keep: 'more' is varchar[], want numbers, text"),
         ({"sources": {"o": {"files": "TAGS"}}}, [], "table.categorical: 'tags': a value is a list, want one value"),
         ({"numerical": [{"name": "age", "transforms": [{"fill": 0}]}]}, [], "fitted on other features or transforms"),
+        ({"categorical": [{"name": "town", "expression": "city"}]}, [], "fitted on other features or transforms"),
         ({"sources": {"o": {"files": "LACKS"}}}, [], "table.categorical: 'city': got column 'city': no column \"city\""),
         ({"label": [{"name": "bought"}, {"name": "order_id"}]}, ["split_name=null"],
          "table.label: 'bought': got column 'bought': no column"),

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import re
 import shutil
 
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from tests.helpers.command import ROOT
 from tests.helpers.preproc_command import Refused, data_files, preproc, write_lines
 from tests.preproc.criteo.test_pipeline import random_lines, reference
 from tests.preproc.table import test_event_lists as event_lists
@@ -23,16 +25,28 @@ from tests.preproc.table.test_pipeline import _hydra
 pytestmark = pytest.mark.doors
 
 PARTS = slice(0, 40), slice(40, None)
+PAGE = (ROOT / "docs/preprocessing.md").read_text()
+FOR_GPUS = dict(re.findall(r"(?:--conf |-D)(spark\.[\w.]+)=([^\s\"]+)", PAGE))
+"""The page's settings for GPUs."""
 
 
 @pytest.fixture(scope="module")
-def spark():
-    """Start the Spark session that the engine uses: two workers on loopback, with settings for small data."""
+def spark(tmp_path_factory):
+    """Start the Spark session that the engine uses: two workers on loopback, with settings for small data.
+
+    Each tells of a GPU that is not there, and has the page's settings for GPUs but the plug-in, so tasks run on CPUs.
+    """
     from pyspark.sql import SparkSession
 
+    script = tmp_path_factory.mktemp("gpu") / "script.sh"
+    script.write_text('#!/bin/sh\necho \'{"name": "gpu", "addresses": ["5"]}\'\n')
+    script.chmod(0o755)
+    builder = SparkSession.builder.master("local-cluster[2,1,1024]")
+    for name, value in FOR_GPUS.items():
+        if name != "spark.plugins":
+            builder.config(name, str(script) if name.endswith("discoveryScript") else value)
     session = (
-        SparkSession.builder.master("local-cluster[2,1,1024]")
-        .config("spark.driver.bindAddress", "127.0.0.1")
+        builder.config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.sql.shuffle.partitions", "2")
         .config("spark.ui.enabled", "false")
@@ -58,6 +72,13 @@ def large_files(spark):
     spark.conf.set("spark.sql.files.maxPartitionBytes", str(4 << 20))
     yield
     spark.conf.set("spark.sql.files.maxPartitionBytes", "2048")
+
+
+def test_the_settings_for_gpus_give_tasks_a_gpu(spark):
+    from pyspark import TaskContext
+
+    found = spark.sparkContext.parallelize([0], 1).map(lambda _: TaskContext.get().resources())
+    assert found.first()["gpu"].addresses == ["5"]
 
 
 def both(tmp_path, *overrides: str) -> dict[str, bytes]:
