@@ -68,14 +68,12 @@ class ParquetSource(TimedSource):
         pieces = self._pieces(split, runs)
         num_rows = int((runs[:, 1] - runs[:, 0]).sum())
         num_ids = [
-            num_rows * f.hotness if f.hotness else sum(_num_ids(g, i, rows) for g, rows in pieces)
-            for i, f in enumerate(self.spec.categorical)
+            sum(_size(group.items(feature.name, rows, feature.hotness)) for group, rows in pieces)
+            for feature in self.spec.categorical
         ]
         out = Columns.empty(self.spec, num_rows, num_ids, into)
         at = 0
-        ids_at = [0] * len(num_ids)
-        names = [feature.name for feature in self.spec.categorical]
-        of_groups = [(names.index(g.features[0]), g) for g in self.spec.sequences]
+        ids_at = {feature.name: 0 for feature in self.spec.categorical}
         for group, rows in pieces:
             span = slice(at, at + rows.stop - rows.start)
             for (_, values), numbers in zip(out.row_columns(self.spec), group.columns, strict=True):
@@ -83,27 +81,24 @@ class ParquetSource(TimedSource):
             for position, numbers in enumerate(group.numerical):
                 out.numerical[span, position] = numbers[rows]
             for index, feature in enumerate(self.spec.categorical):
-                ends = group.offsets[index]
-                if ends is None:
-                    assert feature.hotness is not None
-                    items = slice(rows.start * feature.hotness, rows.stop * feature.hotness)
-                else:
-                    items = slice(ends[rows.start], ends[rows.stop])
-                    out.lengths[index][span] = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
-                target = slice(ids_at[index], ids_at[index] + items.stop - items.start)
+                name, lengths = feature.name, out.lengths[index]
+                items = group.items(name, rows, feature.hotness)
+                if lengths is not None:
+                    lengths[span] = group.lengths(name, rows)
+                target = slice(ids_at[name], ids_at[name] + _size(items))
                 if not feature.is_dynamic:
                     out.ids[index][target] = group.ids[index][items]
-                ids_at[index] = target.stop
+                ids_at[name] = target.stop
             of_events = iter(zip(out.events, group.events, strict=True))
-            for index, sequence in of_groups:
-                ends = group.offsets[index]
+            for sequence in self.spec.sequences:
+                name = sequence.features[0]
                 for column in sequence.numbers:
                     events, of_group = next(of_events)
-                    part = of_group[ends[rows.start] : ends[rows.stop]]  # type: ignore[index]
+                    part = of_group[group.items(name, rows)]
                     if column.name == sequence.time:
-                        lengths = np.diff(ends[rows.start : rows.stop + 1])  # type: ignore[index]
-                        part = ages_of(part, group.moments[sequence.name][rows], lengths)
-                    events[ids_at[index] - len(part) : ids_at[index]] = part
+                        moments = group.moments[sequence.name][rows]
+                        part = ages_of(part, moments, group.lengths(name, rows))
+                    events[ids_at[name] - len(part) : ids_at[name]] = part
             at = span.stop
         return out
 
@@ -114,20 +109,15 @@ class ParquetSource(TimedSource):
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         if self._fits[split]:
             return self._whole(split).read_keys(split, runs, feature)
+        name, hotness = self.spec.categorical[feature].name, self.spec.categorical[feature].hotness
         values, lengths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for group, rows in self._pieces(split, runs):
-            ends, hotness = group.offsets[feature], self.spec.categorical[feature].hotness
-            if ends is None:
-                assert hotness is not None
-                items = slice(rows.start * hotness, rows.stop * hotness)
-            else:
-                items = slice(ends[rows.start], ends[rows.stop])
-                lengths.append(np.diff(ends[rows.start : rows.stop + 1]))
-            values.append(group.ids[feature][items])
-        is_ragged = self.spec.categorical[feature].hotness is None
+            values.append(group.ids[feature][group.items(name, rows, hotness)])
+            if hotness is None:
+                lengths.append(group.lengths(name, rows))
         return Keys.of(
             np.concatenate(values).astype(np.int64, copy=False),
-            np.concatenate(lengths) if is_ragged else None,
+            np.concatenate(lengths) if hotness is None else None,
         )
 
     def read_times(
@@ -135,14 +125,11 @@ class ParquetSource(TimedSource):
     ) -> tuple[np.ndarray, np.ndarray]:
         if self._fits[split]:
             return self._whole(split).read_times(split, runs, group)
-        names = [feature.name for feature in self.spec.categorical]
-        ends_at = names.index(group.features[0])
         time_at = [column.name for column in self.spec.event_columns].index(group.time or "")
         times, moments = [], []
         for rows_of_group, rows in self._pieces(split, runs):
-            ends = rows_of_group.offsets[ends_at]
-            assert ends is not None
-            times.append(rows_of_group.events[time_at][ends[rows.start] : ends[rows.stop]])
+            items = rows_of_group.items(group.features[0], rows)
+            times.append(rows_of_group.events[time_at][items])
             moments.append(rows_of_group.moments[group.name][rows])
         return np.concatenate(times), np.concatenate(moments)
 
@@ -177,8 +164,7 @@ def joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> Spli
         single = feature.hotness is None or feature.hotness == 1
         ids[feature.name] = flat if single else flat.reshape(-1, feature.hotness or 1)
         if feature.hotness is None:
-            bounds = [group.offsets[index] for group in groups]
-            lengths = np.concatenate([np.diff(ends) for ends in bounds if ends is not None])
+            lengths = np.concatenate([np.diff(group.offsets[feature.name]) for group in groups])
             offsets[feature.name] = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     slices = {
         group.name: np.stack([offsets[group.features[0]][:-1], offsets[group.features[0]][1:]], 1)
@@ -201,10 +187,8 @@ def joined(spec: FeatureSpec, groups: list[RowGroup], files: SplitFiles) -> Spli
     return SplitColumns(row_columns, numerical, ids, offsets, files, slices, moments, events)
 
 
-def _num_ids(group: RowGroup, index: int, rows: slice) -> int:
-    ends = group.offsets[index]
-    assert ends is not None
-    return int(ends[rows.stop] - ends[rows.start])
+def _size(items: slice) -> int:
+    return int(items.stop - items.start)
 
 
 class _GroupCache:

@@ -24,11 +24,21 @@ class RowGroup:
     columns: list[np.ndarray]
     numerical: list[np.ndarray]  # numbers [n], one array per feature
     ids: list[np.ndarray]  # integers, flat, one array per feature, checked against its table
-    # int [n + 1] of ragged features, None where the hotness is fixed
-    offsets: list[np.ndarray | None]
+    offsets: dict[str, np.ndarray]  # int [n + 1], by ragged feature
     # numbers of events, flat, in the order of `FeatureSpec.event_columns`: float32, but integers of times
     events: list[np.ndarray]
     moments: dict[str, np.ndarray]  # integers [n], by group with a time
+
+    def items(self, feature: str, rows: slice, hotness: int | None = None) -> slice:
+        """Return where the ids of rows lie, and the numbers of their events; `hotness`: None of a ragged feature."""
+        if hotness is not None:
+            return slice(rows.start * hotness, rows.stop * hotness)
+        ends = self.offsets[feature]
+        return slice(int(ends[rows.start]), int(ends[rows.stop]))
+
+    def lengths(self, feature: str, rows: slice) -> np.ndarray:
+        """Return the number of ids of each of the rows of a ragged feature."""
+        return np.diff(self.offsets[feature][rows.start : rows.stop + 1])
 
 
 class SplitGroups:
@@ -133,8 +143,8 @@ def decode(
         columns.append(numbers)
     numerical = [where.numbers(table, name) for name in spec.numerical]
     decoded = {feature.name: where.ids(table, feature) for feature in spec.categorical}
-    ids, offsets = zip(*decoded.values(), strict=True)
-    lengths = {name: np.diff(ends) for name, (_, ends) in decoded.items() if ends is not None}
+    offsets = {name: ends for name, (_, ends) in decoded.items() if ends is not None}
+    lengths = {name: np.diff(ends) for name, ends in offsets.items()}
     events: list[np.ndarray] = []
     moments = {}
     for group in spec.sequences:
@@ -142,7 +152,8 @@ def decode(
             moments[group.name] = where.whole(table, group.name).to_numpy()
         of_features = {name: lengths[name] for name in group.features}
         events += where.events(table, group, of_features, moments.get(group.name))
-    return RowGroup(columns, numerical, list(ids), list(offsets), events, moments)
+    ids = [of_feature for of_feature, _ in decoded.values()]
+    return RowGroup(columns, numerical, ids, offsets, events, moments)
 
 
 @dataclass(frozen=True, slots=True)

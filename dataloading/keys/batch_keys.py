@@ -14,8 +14,3 @@ class BatchKeys:
     keys: Keys  # of the rows of all ranks, in their order
     rows: np.ndarray  # receives the table's rows of this rank's keys, integers
     first: int = 0  # position of the first of these keys
-
-    @classmethod
-    def alone(cls, keys: np.ndarray) -> "BatchKeys":
-        """Return int64 keys [K] of one rank, with memory for rows of their own."""
-        return cls(Keys.of(keys), np.empty(len(keys), np.int32))

@@ -17,7 +17,6 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import read_with_keys
-from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.described_keys import DescribedKeys
 from dataloading.keys.key_maps import KeyMaps
 from dataloading.keys.rekeyed import TableFullError
@@ -34,7 +33,7 @@ from serving.exporting.run import export_model
 from serving.inference.model import ServedModel
 from serving.inference.requests import IdInputs
 from serving.manifest import IDS, NUMERICAL, PADDING
-from tests.dataloading.keys.reference import ReferenceMap
+from tests.dataloading.keys.reference import ReferenceMap, keys_of_a_rank
 from tests.helpers.command import run_command
 from tests.helpers.composed import build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -477,7 +476,7 @@ def test_a_batch_that_finds_a_table_full_leaves_the_state_of_the_step_whole():
     maps = KeyMaps(spec, DynamicConfig(evict=Evict.never))
 
     def map_range(first: int, last: int) -> None:
-        keys = maps.describe(lambda _: BatchKeys.alone(np.arange(first, last)))
+        keys = maps.describe(lambda _: keys_of_a_rank(np.arange(first, last)))
         maps.map(lambda: keys)
 
     map_range(1, 4)
@@ -511,7 +510,7 @@ def test_a_map_with_a_part_of_a_batch_has_no_state(monkeypatch):
     before = maps.state()
 
     def map_range(last: int) -> None:
-        keys = maps.describe(lambda _: BatchKeys.alone(np.arange(1, last)))
+        keys = maps.describe(lambda _: keys_of_a_rank(np.arange(1, last)))
         maps.map(lambda: keys)
 
     def no_memory(*_) -> None:

@@ -1,6 +1,15 @@
 """The same map in plain Python, without an index, marks in arrays, or a way back."""
 
+import numpy as np
+
 from configs.schema import DynamicConfig, Evict
+from dataloading.dataset.source import Keys
+from dataloading.keys.batch_keys import BatchKeys
+
+
+def keys_of_a_rank(keys: np.ndarray) -> BatchKeys:
+    """Return int64 keys [K] of a single rank, with memory for rows of their own."""
+    return BatchKeys(Keys.of(keys), np.empty(len(keys), np.int32))
 
 
 class ReferenceTable:

@@ -26,7 +26,7 @@ from dataloading.keys.kernels.mark_kernels import mark
 from dataloading.keys.kernels.table_kernels import SMALL_CELLS
 from dataloading.keys.key_map import KeyMap, MapChange
 from dataloading.keys.key_table import LAST, KeyTable, Leaving, TableState
-from tests.dataloading.keys.reference import ReferenceMap
+from tests.dataloading.keys.reference import ReferenceMap, keys_of_a_rank
 
 POLICIES = [
     (1, Evict.age, 64),
@@ -58,7 +58,7 @@ class AloneMap(KeyMap):
         return change.of(0)
 
     def look_up(self, keys: np.ndarray, pending: Sequence[MapChange] = ()) -> np.ndarray:
-        column = BatchKeys.alone(keys)
+        column = keys_of_a_rank(keys)
         self._mapper.look_up(described({0: [column]}))
         self.before(keys, column.rows, pending)
         return column.rows
@@ -115,7 +115,7 @@ def test_keys_that_no_batch_had_leave_and_pending_batches_are_taken_back(age, ev
         keys = drifting(rng, batch, 16)
         if len(reference.rows.slots) > 80:  # no table is full for long
             keys = rng.choice([*reference.rows.slots], 16)
-        column = BatchKeys.alone(keys)
+        column = keys_of_a_rank(keys)
         pending.append(own.map([column], batch))
         assert column.rows.tolist() == reference.map(keys.tolist(), batch)
         if batch % -(-age // 8) == 0:
@@ -146,7 +146,7 @@ def test_rows_whose_key_was_removed_from_a_state_are_used_again(evict):
         keys = drifting(rng, batch, 24)
         if evict is Evict.never and len(reference.rows.slots) > 150:
             keys = rng.choice([*reference.rows.slots], 24)
-        column = BatchKeys.alone(keys)
+        column = keys_of_a_rank(keys)
         own.map([column], batch)
         assert column.rows.tolist() == reference.map(keys.tolist(), batch)
         if batch % 20 == 0:
@@ -174,7 +174,7 @@ def test_a_table_whose_index_is_large_equals_a_dictionary(admit_after, evict):
     num_evicted = 0
     for batch in range(1, 26):
         keys = (rng.pareto(0.3, 4000) * 50).astype(np.int64) % 20_000 + 100 * batch
-        column = BatchKeys.alone(keys)
+        column = keys_of_a_rank(keys)
         change = own.map([column], batch)
         assert column.rows.tolist() == reference.map(keys.tolist(), batch)
         facts = own.rows.state().facts
@@ -191,12 +191,12 @@ def test_states_and_rows_before_pending_batches_are_those_of_then(admit_after, e
     rng = np.random.default_rng(1)
     own = AloneMap(capacity, policy)
     for batch in range(1, 120):
-        own.map([BatchKeys.alone(drifting(rng, batch, 24))], batch)
+        own.map([keys_of_a_rank(drifting(rng, batch, 24))], batch)
     then = own.state(119)
     asked = np.concatenate([drifting(rng, batch, 200) for batch in (100, 119, 125)])
     rows = own.look_up(asked)
     pending = [
-        own.map([BatchKeys.alone(drifting(rng, batch, 24))], batch) for batch in range(120, 126)
+        own.map([keys_of_a_rank(drifting(rng, batch, 24))], batch) for batch in range(120, 126)
     ]
     assert any(np.count_nonzero(change.rows.old_keys) for change in pending if change.rows)
     assert (own.look_up(asked) != rows).any()
@@ -209,14 +209,14 @@ def test_states_and_rows_before_pending_batches_are_those_of_then(admit_after, e
 def test_a_full_table_names_its_policy():
     few = np.arange(1, 8, dtype=np.int64)
     kept = AloneMap(8, DynamicConfig(evict=Evict.never))
-    kept.map([BatchKeys.alone(few)], 1)
+    kept.map([keys_of_a_rank(few)], 1)
     assert kept.left_out == []
-    kept.map([BatchKeys.alone(few + 100)], 2)
+    kept.map([keys_of_a_rank(few + 100)], 2)
     assert kept.left_out == (few + 100).tolist()
     message = kept.is_full(few, 2)
     assert message.startswith("table 'user' of 8 rows is full: data.dynamic.evict=never keeps")
     aged = AloneMap(8, DynamicConfig())
-    repeated = BatchKeys.alone(np.array([*range(1, 10), 3], np.int64))
+    repeated = keys_of_a_rank(np.array([*range(1, 10), 3], np.int64))
     aged.map([repeated], 1)
     assert aged.left_out == [8, 9]
     assert repeated.rows.tolist() == [1, 2, 3, 4, 5, 6, 7, 0, 0, 3]
@@ -271,7 +271,7 @@ def test_removed_keys_leave_no_hole_in_the_index():
 def test_keys_of_a_run_that_counted_no_sightings_begin_with_those_of_their_admission():
     aged = AloneMap(8, DynamicConfig(admit_after=2))
     for batch in (1, 2, 3):
-        aged.map([BatchKeys.alone(np.arange(1, 6, dtype=np.int64))], batch)
+        aged.map([keys_of_a_rank(np.arange(1, 6, dtype=np.int64))], batch)
     counted = AloneMap(8, DynamicConfig(admit_after=2, evict=Evict.count))
     counted.load(aged.state(3))
     assert counted.state(3)["facts"].tolist() == [[0, 0], *[[2, 3]] * 5, [0, 0], [0, 0]]
@@ -281,7 +281,7 @@ def test_admitted_candidates_are_counted_from_0_after_a_resume():
     policy = DynamicConfig(admit_after=2)
     whole = AloneMap(2, policy)
     for batch, key in enumerate([5, 5, 6, 6], 1):
-        whole.map([BatchKeys.alone(np.array([key]))], batch)
+        whole.map([keys_of_a_rank(np.array([key]))], batch)
     resumed = AloneMap(2, policy)
     resumed.load(whole.state(4))
     # Key 5 has left its row, and one sighting does not bring it back.
@@ -292,7 +292,7 @@ def test_a_state_with_places_outside_a_table_is_refused():
     policy = DynamicConfig(admit_after=2)
     own = AloneMap(40, policy)
     for batch in range(1, 74):
-        own.map([BatchKeys.alone(np.arange(batch, batch + 9) // 2 + 1)], batch)
+        own.map([keys_of_a_rank(np.arange(batch, batch + 9) // 2 + 1)], batch)
     state = own.state(73)
     assert state["leaving"].any()
     for name, at, value in (
@@ -321,7 +321,7 @@ def test_one_thread_counts_the_sightings_of_a_table():
         (0, 1, 1),
     ):  # The features have as many keys as before, but other tables.
         columns = {
-            table: [BatchKeys.alone(np.arange(4)) for _ in range(tables.count(table))]
+            table: [keys_of_a_rank(np.arange(4)) for _ in range(tables.count(table))]
             for table in (0, 1)
         }
         shares_of_batch = mapper._shares_of(described(columns))
