@@ -274,13 +274,11 @@ def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfi
     """
     limit, rows = (fitted.limits.get(key) for key in ("frequency_limit", "vocabulary_rows"))
     where = f"fitted={fitted.directory}"
-    if fitted.lineage.identity is None or type(limit) is not int or limit < 0:
+    counted = VocabularyRows.__members__.get(str(rows))
+    if fitted.lineage.identity is None or type(limit) is not int or limit < 0 or counted is None:
         raise ValueError(
-            f"{where}: {SPEC_NAME} lists no checksums or no frequency_limit, so that no day can follow it; fit again"
-        )
-    if rows not in list(VocabularyRows):
-        raise ValueError(
-            f"{where}: {SPEC_NAME} has vocabulary_rows {shown(rows)}, want {' or '.join(VocabularyRows)}; fit again"
+            f"{where}: {SPEC_NAME} lists no checksums, or what no day can follow: frequency_limit {shown(limit)}, "
+            f"vocabulary_rows {shown(rows)}; fit again"
         )
     if fitted.limits.get("mode") == Mode.transform.name:
         raise ValueError(
@@ -300,7 +298,6 @@ def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfi
                 f"{where} has no counts of the values of {shown(feature.name)} without an id, which are counted over days; "
                 "fit it again with rare_counts=true"
             )
-    counted = VocabularyRows[rows]
     if config.vocabulary is VocabularyRows.all and counted is not VocabularyRows.all:
         raise ValueError(
             f"vocabulary=all, but {where} was fitted on the training rows, and every day is counted alike; leave it out"

@@ -60,13 +60,7 @@ def attend(
 
 
 def attend_once(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    at: SamplePositions,
-    *,
-    scale: float | None = None,
-    bias: ScoreBias | None = None,
+    q: Tensor, k: Tensor, v: Tensor, at: SamplePositions, *, bias: ScoreBias | None = None
 ) -> Tensor:
     """Return softmax attention of one query per sample, a candidate say, [B, H, K]; zeros for a sample without events.
 
@@ -76,7 +70,7 @@ def attend_once(
     if bias is not None and bias.times is not None:
         bias = replace(bias, query_times=bias.times.new_zeros(q.shape[0]))
     queries = Positions(sample, at.lengths.clamp(max=1), sample, 1)
-    return attend(q, k, v, at, queries=queries, scale=scale, bias=bias)
+    return attend(q, k, v, at, queries=queries, bias=bias)
 
 
 def pool_weighted(values: Tensor, weights: Tensor, at: SamplePositions, *, is_mean: bool) -> Tensor:

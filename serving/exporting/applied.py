@@ -35,7 +35,7 @@ from serving.inference.dense import check_archive, load_dense
 from serving.inference.key_rows import KeyRows, write_key_rows
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
-from serving.inference.tables import MappedTables
+from serving.inference.tables import DTYPES, NUMPY_DTYPES, MappedTables
 from serving.inference.versions import load_version
 from serving.manifest import (
     AOTI,
@@ -51,8 +51,6 @@ from serving.manifest import (
     describe_files,
 )
 from serving.versions import Deciding
-
-NUMPY_DTYPES = {"fp32": "<f4", "bf16": "<u2", "int8": "i1", "int4": "u1"}
 
 
 def apply_deltas(
@@ -184,13 +182,12 @@ def _apply(
                 f"deltas: {delta.path}: a row of table {table.name} is not finite: {DIVERGED}"
             )
         exact.update(ids, values)
-        if dtype == "bf16":
-            weights[ids] = torch.from_numpy(values).to(torch.bfloat16).view(torch.uint16).numpy()
-        elif scales is not None:
+        if scales is not None:
             quantized, of_rows = quantize(torch.from_numpy(values), dtype)
             weights[ids], scales[ids] = quantized.numpy(), of_rows.numpy()
         else:
-            weights[ids] = values
+            stored = torch.from_numpy(values).to(DTYPES[dtype])
+            weights[ids] = stored.view(torch.uint8).numpy().view(weights.dtype)
     changed.check_end()
     for mapped in (weights, scales):
         if mapped is not None:
@@ -236,7 +233,7 @@ def opened_table(
     if dtype in SCALED:
         os.truncate(directory / table.scale_file, rows * 4)
         scales = np.memmap(directory / table.scale_file, "<f4", "r+", shape=(rows,))
-    kind = np.dtype(NUMPY_DTYPES[dtype])
+    kind = np.dtype(NUMPY_DTYPES[DTYPES[dtype]])
     shape = (rows, table.row_bytes(dtype) // kind.itemsize)
     return np.memmap(path, kind, "r+", shape=shape), scales
 
