@@ -1,11 +1,13 @@
 """Models of a sequence group, trained: one rank against plain PyTorch, two ranks, parts of a batch, and a captured step."""
 
+import traceback
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
@@ -14,6 +16,7 @@ from nn.embedding.declared_tables import hands_out_rows, table_name
 from nn.layers.pass_state import PassState, attach
 from nn.models.ranking_model import RankingModel
 from nn.models.registry import declared_tables
+from nn.sharding import request_capacity
 from nn.sharding.sharded_lookup import ShardedLookup
 from tests.helpers.composed import Built, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -200,3 +203,37 @@ def test_features_of_one_table_share_a_copy_of_it(dataset):
         rows = embeddings.distinct_rows(table_name("item"), "item").rows
         assert embeddings.sequence("history").rows["hist_item"].rows is rows
         built.step.close()
+
+
+class _Constants(TorchDispatchMode):
+    """Notes what in the product makes tensors of Python's numbers: on a GPU each is a copy that the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made_by: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.lift_fresh.default:
+            files = [Path(frame.filename) for frame in traceback.extract_stack()]
+            own = [file.stem for file in files if not {"tests", "torch"} & {*file.parts}]
+            self.made_by.append(own[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_of_usual_capacity_makes_no_tensor_of_numbers(tmp_path, monkeypatch):
+    """Beyond the capacity a step builds its lookup again, of many such tensors."""
+    made = []
+    with ranks_of_cpu():
+        data = write_events(tmp_path / "data")
+        config = compose_config(*overrides("hstu", data, "train.batch_size=16", CHUNKS))
+        for _ in range(2):
+            built = build(config)
+            built.train(0, 2)
+            with _Constants() as constants:
+                built.train(2, 1)
+            built.step.close()
+            made.append(constants.made_by)
+            monkeypatch.setattr(request_capacity, "capacity_for", lambda rows: 1)
+    # The step's own numbers, which a GPU's host writes to pinned memory.
+    assert set(made[0]) == {"host_copy"}
+    assert {"row_requests", "request_keys", "embedding_bags"} < set(made[1])
