@@ -8,7 +8,7 @@ The host reads nothing back, so that the pass can be captured once as a CUDA gra
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -52,32 +52,33 @@ class _Chunk:
 
 
 @dataclass(slots=True)
-class _Vectors:
-    """The vectors of a batch, and what their gradient needs.
-
-    The `gradients` of the batch are there if they come chunk by chunk. `table_rows` are set where a kernel of the dense
-    component looks the vectors up itself; otherwise they have `arrived`. Ids are sorted if tables are trained. `receive` gets
-    the gradients of the batch as soon as the backward pass has them.
-    """
-
-    ids: LocalIds
-    table_rows: TableRows | None
-    arrived: torch.cuda.Event | None
-    sorted_ids: SortedBatch | None = None
-    gradients: LookupGradients | None = None
-    total_weight: Tensor | None = None
-    receive: Callable[[LookupGradients], None] | None = None
-    # Kept while the tables' stream may read them.
-    received: LookupGradients | None = None
-
-
-@dataclass(slots=True)
 class _Verdict:
     """The loss over all ranks, whether the step is applied, int32 [1], and the event behind both."""
 
     loss: Tensor
     is_good: Tensor
     event: torch.cuda.Event | None
+
+
+@dataclass(slots=True)
+class _Vectors:
+    """The vectors of a batch, and what their gradient needs.
+
+    `table_rows` are set where a kernel of the dense component looks the vectors up itself; otherwise they have `arrived`. Ids
+    are sorted if tables are trained. The `verdict` is there before the last chunk's backward pass, which sets `gradients` (to
+    which earlier chunks add theirs) and what was `returned` of them. It refers to nothing that refers to it: so its memory is
+    free when the pass ends, and not when Python collects cycles.
+    """
+
+    ids: LocalIds
+    table_rows: TableRows | None
+    arrived: torch.cuda.Event | None
+    sorted_ids: SortedBatch | None = None
+    total_weight: Tensor | None = None
+    verdict: _Verdict | None = None
+    # Kept while the tables' stream may read them.
+    gradients: LookupGradients = field(init=False)
+    returned: ReturnedGradients | None = None
 
 
 class _LookedUp:
@@ -160,6 +161,7 @@ class ForwardBackward:
                 self._chunk(number, first, min(first + context.chunk_rows, rows), num_valid)
                 for number, first in enumerate(firsts)
             ]
+        self._is_whole = len(self._chunks) == 1
         self._enabled = torch.ones(1, dtype=torch.int32, device=context.ranks.device)
         self._table_stream = SideStream(context.ranks.device)
 
@@ -184,7 +186,7 @@ class ForwardBackward:
         for chunk in earlier:
             out = self._forward(vectors, batch, chunk)
             share = self._loss_share(vectors, out, batch, chunk)
-            self._add_gradients(vectors, share)
+            self._add_gradients(share)
             logits.append(out.detach())
             shares.append(share.detach())
         out = self._forward(vectors, batch, last)
@@ -195,14 +197,11 @@ class ForwardBackward:
         else:
             self._train_scaled(vectors, share, total)
         self._table_stream.main_waits()
-        # It refers to the vectors, whose memory would otherwise be kept until Python collects cycles.
-        vectors.receive = None
         return torch.cat([*logits, out.detach()]) if logits else out.detach()
 
-    def _add_gradients(self, vectors: _Vectors, share: Tensor) -> None:
+    def _add_gradients(self, share: Tensor) -> None:
         """Add the gradients of a chunk up; the tables' go back with those of the last chunk."""
         context = self._context
-        vectors.receive = lambda _: None
         with annotate("backward"):
             scaled = share if context.loss_scale == 1 else share * context.loss_scale
             scaled.backward(unit_gradient(share.device))
@@ -211,16 +210,9 @@ class ForwardBackward:
     def _train(self, vectors: _Vectors, share: Tensor, total: Tensor) -> None:
         """Apply the step if the loss is finite; tables are updated as soon as their gradient is known."""
         context = self._context
-        verdict = self._check_loss(total)
+        verdict = vectors.verdict = self._check_loss(total)
         with self._table_stream.launches():
             context.readback.record(verdict.loss, verdict.is_good)
-
-        def receive(gradients: LookupGradients) -> None:
-            returned = self._send_back(vectors, gradients)
-            self._update_tables(vectors, returned, verdict)
-            self._add_to_replicated(vectors, gradients, verdict)
-
-        vectors.receive = receive
         with annotate("backward"):
             share.backward(unit_gradient(share.device))
         context.gradients.sum(context.ranks)
@@ -229,30 +221,22 @@ class ForwardBackward:
     def _train_scaled(self, vectors: _Vectors, share: Tensor, total: Tensor) -> None:
         """Apply the step if, besides, no gradient has overflowed fp16; that is known at the end, and tables wait for it."""
         context = self._context
-        verdict = self._check_loss(total)
-        received: list[tuple[LookupGradients, ReturnedGradients | None]] = []
-
-        def receive(gradients: LookupGradients) -> None:
-            received.append((gradients, self._send_back(vectors, gradients)))
-            self._add_to_replicated(vectors, gradients, verdict)
-
-        vectors.receive = receive
+        verdict = vectors.verdict = self._check_loss(total)
         with annotate("backward"):
             (share * context.loss_scale).backward(unit_gradient(share.device))
-        gradients, returned = received[0]
-        finite = self._sum_and_check(gradients)
+        finite = self._sum_and_check(vectors.gradients)
         self._table_stream.wait_for_main()
         with self._table_stream.launches():
             verdict = self._let(verdict.loss, verdict.is_good * finite.int())
             context.readback.record(verdict.loss, verdict.is_good)
-        self._update_tables(vectors, returned, verdict)
+        self._update_tables(vectors, verdict)
         self._update_dense(verdict)
 
     def _look_up(self, ids: LocalIds) -> _Vectors:
         """Look up and sort, on the tables' stream."""
         context = self._context
         # Where a kernel looks up rows itself, nothing is looked up before: rows are read once, and not copied twice.
-        is_fused = context.dense.fuses_lookup and len(self._chunks) == 1
+        is_fused = context.dense.fuses_lookup and self._is_whole
         table_rows = self._lookup.table_rows(ids) if is_fused else None
         self._table_stream.wait_for_main()
         with self._table_stream.launches():
@@ -264,7 +248,7 @@ class ForwardBackward:
             if context.update_tables:
                 with annotate("sort"):
                     vectors.sorted_ids = self._lookup.sort(ids)
-        if len(self._chunks) > 1:
+        if not self._is_whole:
             vectors.gradients = LookupGradients(
                 torch.empty_like(self._lookup.memory.values),
                 {
@@ -277,21 +261,9 @@ class ForwardBackward:
     def _forward(self, vectors: _Vectors, batch: Batch, chunk: _Chunk) -> Tensor:
         """Return the logits. The later the dense component takes the embeddings, the earlier it returns their gradient."""
         context, lookup = self._context, self._lookup
-
-        def values(is_filled_by_caller: bool) -> list[Tensor]:
-            if vectors.table_rows is not None and not is_filled_by_caller:
-                lookup.look_up(vectors.ids)
-            if not is_filled_by_caller:
-                self._table_stream.main_waits_for(vectors.arrived)
-            of_samples = lookup.memory.values.detach()
-            if vectors.gradients is not None:
-                of_samples = _vectors(lookup, of_samples, chunk.first, chunk.end)
-            looked_up = [of_samples, *(rows.detach() for rows in lookup.handed_out.values())]
-            receive = partial(self._receive, vectors, chunk)
-            return [*_EmbeddingGradient.apply(receive, *(x.requires_grad_() for x in looked_up))]
-
+        values = partial(self._values, vectors, chunk)
         looked_up = _LookedUp(lookup, vectors.ids, batch, chunk.first, chunk.end, values)
-        looked_up.is_whole = len(self._chunks) == 1
+        looked_up.is_whole = self._is_whole
         if context.layers is not None and context.chunk_rows is not None:
             context.layers.set_chunk(chunk.number, chunk.first, chunk.num_valid, chunk.global_valid)
         with context.autocast(), annotate("dense"):
@@ -306,28 +278,48 @@ class ForwardBackward:
             )
         return logits
 
+    def _values(self, vectors: _Vectors, chunk: _Chunk, is_filled_by_caller: bool) -> list[Tensor]:
+        """Return the vectors and rows for `_LookedUp`, whose gradients go to `_receive`."""
+        lookup = self._lookup
+        if not is_filled_by_caller:
+            if vectors.table_rows is not None:
+                lookup.look_up(vectors.ids)
+            self._table_stream.main_waits_for(vectors.arrived)
+        of_samples = lookup.memory.values.detach()
+        if not self._is_whole:
+            of_samples = _vectors(lookup, of_samples, chunk.first, chunk.end)
+        looked_up = [of_samples, *(rows.detach() for rows in lookup.handed_out.values())]
+        receive = partial(self._receive, vectors, chunk)
+        return [*_EmbeddingGradient.apply(receive, *(x.requires_grad_() for x in looked_up))]
+
     def _receive(
         self, vectors: _Vectors, chunk: _Chunk, gradient: Tensor, *of_rows: Tensor
     ) -> None:
-        """Take the gradients of a chunk's vectors and rows to those of the batch."""
-        assert vectors.receive is not None, "set before every backward pass"
-        gradients = LookupGradients(
-            gradient, dict(zip(self._lookup.handed_out, of_rows, strict=True))
-        )
-        if vectors.gradients is not None:
-            whole = vectors.gradients
-            parts = self._lookup.memory.samples(whole.vectors, chunk.first, chunk.end)
-            arrived = gradient.split([part.numel() for part in parts])
-            if parts:
-                torch._foreach_copy_(
-                    parts, [one.view_as(part) for one, part in zip(arrived, parts, strict=True)]
-                )
-            # Every chunk has a part of the gradient of a row.
-            for table, rows in gradients.rows.items():
-                whole.rows[table].add_(rows)
-            gradients = whole
-        vectors.received = gradients
-        vectors.receive(gradients)
+        """Take a chunk's gradients of vectors and rows; those of the batch go back to the tables with the last chunk's."""
+        by_table = dict(zip(self._lookup.handed_out, of_rows, strict=True))
+        if self._is_whole:
+            vectors.gradients = LookupGradients(gradient, by_table)
+        else:
+            self._add_chunk(vectors.gradients, chunk, gradient, by_table)
+        if vectors.verdict is not None:
+            self._send_back(vectors)
+            # A gradient in fp16 may still overflow, which is known behind the backward pass.
+            if self._context.loss_scale == 1:
+                self._update_tables(vectors, vectors.verdict)
+            self._add_to_replicated(vectors, vectors.verdict)
+
+    def _add_chunk(
+        self, whole: LookupGradients, chunk: _Chunk, gradient: Tensor, of_rows: dict[str, Tensor]
+    ) -> None:
+        parts = self._lookup.memory.samples(whole.vectors, chunk.first, chunk.end)
+        arrived = gradient.split([part.numel() for part in parts])
+        if parts:
+            torch._foreach_copy_(
+                parts, [one.view_as(part) for one, part in zip(arrived, parts, strict=True)]
+            )
+        # Every chunk has a part of the gradient of a row.
+        for table, rows in of_rows.items():
+            whole.rows[table].add_(rows)
 
     def _loss_share(self, vectors: _Vectors, logits: Tensor, batch: Batch, chunk: _Chunk) -> Tensor:
         """Return this rank's share of the loss of the batch; the first chunk all-reduces the weights of its rows."""
@@ -361,28 +353,25 @@ class ForwardBackward:
             self._context.dense_update.allow(is_good)
         return _Verdict(loss, is_good, self._table_stream.mark())
 
-    def _send_back(self, vectors: _Vectors, gradients: LookupGradients) -> ReturnedGradients | None:
+    def _send_back(self, vectors: _Vectors) -> None:
         """Send the gradients of vectors and rows to the ranks of their tables, if these are trained; on the tables' stream."""
-        if vectors.sorted_ids is None:
-            return None
-        self._table_stream.wait_for_main()
-        with self._table_stream.launches():
-            return self._lookup.send_back(vectors.sorted_ids, gradients)
-
-    def _update_tables(
-        self, vectors: _Vectors, returned: ReturnedGradients | None, verdict: _Verdict
-    ) -> None:
-        if vectors.sorted_ids is not None and returned is not None:
+        if vectors.sorted_ids is not None:
+            self._table_stream.wait_for_main()
             with self._table_stream.launches():
-                self._lookup.update(vectors.sorted_ids, returned, verdict.is_good)
+                vectors.returned = self._lookup.send_back(vectors.sorted_ids, vectors.gradients)
 
-    def _add_to_replicated(
-        self, vectors: _Vectors, gradients: LookupGradients, verdict: _Verdict
-    ) -> None:
+    def _update_tables(self, vectors: _Vectors, verdict: _Verdict) -> None:
+        if vectors.sorted_ids is not None and vectors.returned is not None:
+            with self._table_stream.launches():
+                self._lookup.update(vectors.sorted_ids, vectors.returned, verdict.is_good)
+
+    def _add_to_replicated(self, vectors: _Vectors, verdict: _Verdict) -> None:
         """Add up the gradients of replicated tables, whose ids were sorted before the check, beside the all-to-all."""
         if vectors.sorted_ids is not None:
             self._table_stream.main_waits_for(verdict.event)
-            self._lookup.accumulate_replicated(vectors.sorted_ids, gradients, verdict.is_good)
+            self._lookup.accumulate_replicated(
+                vectors.sorted_ids, vectors.gradients, verdict.is_good
+            )
 
     def _sum_and_check(self, local: LookupGradients) -> Tensor:
         """All-reduce the gradients, divide them by the loss scale (updates divide the tables'), return whether all are finite."""
