@@ -6,6 +6,7 @@ step 0.8 of 2.4 ms (benchmarks/history.md).
 """
 
 import ctypes
+import gc
 import mmap
 import os
 import signal
@@ -164,6 +165,8 @@ class _Reader:
 def _serve(read: Callable[[int, int], None], connection: Connection, parent: int) -> NoReturn:
     """Fill slots until the parent has ended."""
     exit_code = 1
+    # Garbage of the parent must not be collected here: who owned threads there would join them, and they are not in a fork.
+    gc.freeze()
     try:
         for signum in SIGNALS_OF_THE_RUN:
             signal.signal(signum, signal.SIG_IGN)

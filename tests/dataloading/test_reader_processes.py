@@ -4,6 +4,7 @@ pytest tests/dataloading/test_reader_processes.py
 """
 
 import faulthandler
+import gc
 import os
 import resource
 import signal
@@ -385,6 +386,35 @@ def test_processes_read_row_groups_and_threads_those_larger_than_a_batch(
     small = forked(open_dataset(spec), "train", batch_size=4)
     assert bool(small.reader_pids) == fits
     assert next(small.batches()).num_valid == 4
+
+
+class OwnerOfThreads:
+    """Garbage that would end a process which collects it, as a process group that joins its threads does in a fork."""
+
+    def __init__(self) -> None:
+        self.itself, self.home = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.home:
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_process_collects_no_garbage_of_its_parent():
+    memory = shared_memory(1)
+    gc.disable()
+    try:
+        OwnerOfThreads()
+
+        def read(slot: int, number: int) -> None:
+            gc.collect()
+            memory[slot] = number
+
+        readers = ReaderProcesses(read, num_slots=1, num_processes=1)
+    finally:
+        gc.enable()
+    readers.start(7)
+    assert (readers.finish(), memory[0]) == (0, 7)
+    readers.close()
 
 
 def losses(config: Config, source: Source, *, processes: bool) -> list[float]:
