@@ -86,8 +86,6 @@ def in_tier(tier: str, cache: float, **others: float) -> str:
 T15 = ("dlrm_criteo_t15", "criteo_t15")
 RAGGED = Row("dlrm", 1, *T15, ragged=6, train_rows=100 * 65_536)
 WEAK_2 = ("train.batch_size=131072",)
-WEAK_4 = ("train.batch_size=262144",)
-CHUNKS = ("train.accumulate=2",)
 GIANT = ("dlrm_criteo_t15", "criteo_giant")
 CROSS_T15 = ("dcnv2_criteo_t15", "criteo_t15")
 MLPERF = Row("dcnv2", 1, "dcnv2_mlperf", "criteo_mlperf", train_rows=50 * 65_536)
@@ -179,13 +177,7 @@ ROWS = {
     "dlrm_t15_4": Row("dlrm", 4, *T15),
     # Weak scaling: 65,536 rows per GPU; its first point is dlrm_t15_1.
     "dlrm_t15_2_weak": Row("dlrm", 2, *T15, overrides=WEAK_2),
-    "dlrm_t15_4_weak": Row("dlrm", 4, *T15, overrides=WEAK_4),
-    # The vectors of half a batch travel beside the dense pass of the other half.
-    "dlrm_t15_2_chunks": Row("dlrm", 2, *T15, overrides=CHUNKS),
-    "dlrm_t15_4_chunks": Row("dlrm", 4, *T15, overrides=CHUNKS),
-    "dlrm_t15_2_weak_chunks": Row("dlrm", 2, *T15, overrides=(*WEAK_2, *CHUNKS)),
-    "dlrm_t15_4_weak_chunks": Row("dlrm", 4, *T15, overrides=(*WEAK_4, *CHUNKS)),
-    "dcnv2_t15_4_chunks": Row("dcnv2", 4, *CROSS_T15, overrides=CHUNKS),
+    "dlrm_t15_4_weak": Row("dlrm", 4, *T15, overrides=("train.batch_size=262144",)),
     # One thing changed at a time.
     # Data as most users have it: 6 of 26 features with 5 ids on average. Tables whose rows lie on several GPUs.
     "dlrm_t15_1_ragged": RAGGED,

@@ -26,15 +26,8 @@ class AllToAll(Protocol):
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> None: ...
 
-    def messages(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Send one message to each rank, and fill `received` with theirs; vectors that may lie anywhere."""
-        arrived = torch.cat(list(received))
-        self(arrived, torch.cat(list(sent)), [*map(len, received)], [*map(len, sent)])
-        for message, of_rank in zip(received, arrived.split([*map(len, received)]), strict=True):
-            message.copy_(of_rank)
 
-
-class OneHop(AllToAll):
+class OneHop:
     """Sends every rank of a communicator its message."""
 
     def __init__(self, channel: dist.ProcessGroup | None) -> None:
@@ -44,13 +37,6 @@ class OneHop(AllToAll):
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> None:
         dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._channel)
-
-    def messages(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """As of the base; NCCL reads and writes them where they lie."""
-        if dist.get_backend(self._channel) == "nccl":
-            dist.all_to_all(list(received), list(sent), group=self._channel)
-        else:
-            super().messages(received, sent)
 
 
 def has_two_hops(ranks: Ranks) -> bool:
@@ -65,7 +51,7 @@ def has_two_hops(ranks: Ranks) -> bool:
     return 1 < most < ranks.world_size
 
 
-class TwoHops(AllToAll):
+class TwoHops:
     """Sends within the node first; `name` is that of its communicators, which all ranks open."""
 
     def __init__(self, ranks: Ranks, name: str) -> None:

@@ -3,7 +3,7 @@
 Buffers are allocated once per batch size; the host reads nothing back.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -109,8 +109,7 @@ class ShardedLookup:
 
     `replicated_gradients` [rows, D] are zero at the start of a step. `prefix_columns` are those that the dense component puts
     before each sample's embeddings, free if all vectors are looked up here. `look_up` fills `memory` and
-    `handed_out`: of each table whose rows the dense component takes, those of the batch (`DistinctRows`). If it
-    `sends_vectors`, ranks have vectors for others.
+    `handed_out`: of each table whose rows the dense component takes, those of the batch (`DistinctRows`).
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class ShardedLookup:
         self.memory = VectorMemory(tables, batch_size, prefix_columns)
         self._sent = self.memory.of_group(tables)
         self._owned_sizes_by_rank = [batch_size * self._sent.shape[1]] * rank_group.size
-        self.sends_vectors = rank_group.size > 1 and any(self.memory.block_sizes)
+        self._sends_vectors = rank_group.size > 1 and any(self.memory.block_sizes)
 
     def send_ids(self, ids: Tensor, num_valid: int | None = None) -> tuple[LocalIds, Tensor | None]:
         """Send this rank's ids to their tables, and expand them there.
@@ -225,7 +224,8 @@ class ShardedLookup:
         """
         self._lookup_bags.look_up(self._looked_up_ids(ids), self._sent)
         memory = self.memory
-        if self.sends_vectors:
+        self._replica_bags.look_up(ids.replicated, memory.replicated(memory.values))
+        if self._sends_vectors:
             self._channels.embeddings(
                 memory.blocks(memory.values),
                 self._sent.view(-1),
@@ -233,36 +233,12 @@ class ShardedLookup:
                 self._owned_sizes_by_rank,
             )
             memory.add_partial()
-        self._look_up_own(ids, memory.own(memory.values))
-        return memory.values
-
-    def look_up_by_chunk(
-        self, ids: LocalIds, chunks: Iterable[tuple[int, int]]
-    ) -> Iterator[Tensor]:
-        """Yield the embeddings of the samples of each chunk as soon as they are on their way; they share `memory`."""
-        self._lookup_bags.look_up(self._looked_up_ids(ids), self._sent)
-        own = [torch.empty_like(part) for part in self.memory.own(self.memory.values)]
-        self._look_up_own(ids, own)
-        for first, end in chunks:
-            memory = self.memory.of_samples(first, end)
-            arriving = memory.blocks(memory.values).split(memory.block_sizes)
-            self._channels.embeddings.messages(arriving, self._by_rank(self._sent, first, end))
-            memory.add_partial()
-            for part, of_batch in zip(memory.own(memory.values), own, strict=True):
-                part.copy_(of_batch[first:end])
-            yield memory.values
-
-    def _look_up_own(self, ids: LocalIds, out: Sequence[Tensor]) -> None:
-        """Fill the parts `VectorMemory.own`, and the rows that are handed out."""
-        self._replica_bags.look_up(ids.replicated, out[-1])
         for number, (requested, slots) in enumerate(self._requested_with_slots(ids)):
             requested.exchange.fetch(ids.requested[number], slots)
             if requested.pooled is not None:
-                requested.pooled.look_up(ids.requested[number], out[number])
-
-    def _by_rank(self, of_group: Tensor, first: int, end: int) -> list[Tensor]:
-        """View the samples `first` to `end` of each rank of the group in [samples of the group, T]."""
-        return [of_rank[first:end].flatten() for of_rank in of_group.split(self.memory.batch_size)]
+                out = memory.requested(memory.values, number)
+                requested.pooled.look_up(ids.requested[number], out)
+        return memory.values
 
     def distinct_rows(self, ids: LocalIds, rows: Tensor, table: str, feature: str) -> DistinctRows:
         """Return `rows`, which are those of a table of `handed_out`, with the positions of a feature's ids."""
@@ -338,19 +314,8 @@ class ShardedLookup:
         vectors = self._update_bags.sort(self._owned_ids(ids))
         return SortedBatch(vectors, sorted_requests, self._replica_sums.sort(ids.replicated))
 
-    def send_chunk_back(self, gradient: Tensor, first: int, end: int) -> None:
-        """Send the gradient of a chunk's embeddings, laid out as they are, to the ranks of this group that own the tables."""
-        memory = self.memory.of_samples(first, end)
-        memory.spread_partial(gradient)
-        self._channels.embeddings.messages(
-            self._by_rank(self._returned, first, end),
-            memory.blocks(gradient).split(memory.block_sizes),
-        )
-
-    def send_back(
-        self, ids: SortedBatch, gradients: LookupGradients, by_chunk: bool = False
-    ) -> ReturnedGradients:
-        """Send the gradients of vectors and rows to the ranks that own the tables; `by_chunk`, those of vectors are there."""
+    def send_back(self, ids: SortedBatch, gradients: LookupGradients) -> ReturnedGradients:
+        """Send the gradients of vectors and rows to the ranks that own the tables."""
         of_rows = [
             None
             if requested.tables.replica is not None
@@ -359,7 +324,7 @@ class ShardedLookup:
             )
             for number, requested in enumerate(self._requested)
         ]
-        vectors = self._returned if by_chunk else self._send_vectors_back(gradients.vectors)
+        vectors = self._send_vectors_back(gradients.vectors)
         return ReturnedGradients(gradients_of_all_groups(vectors, self._channels.owners), of_rows)
 
     def _row_gradients(self, number: int, ids: SortedBatch, gradients: LookupGradients) -> Tensor:
@@ -367,13 +332,13 @@ class ShardedLookup:
         requested, own = self._requested[number], ids.requested[number].pooled
         if requested.pooled is None or own is None:
             return gradients.rows[requested.table][:-1]
-        return requested.pooled.sum_by_row(own, self.memory.own(gradients.vectors)[number])
+        return requested.pooled.sum_by_row(own, self.memory.requested(gradients.vectors, number))
 
     def _send_vectors_back(self, gradients: Tensor) -> Tensor:
         """Send the gradients of the vectors that were sent to the ranks of this group, [samples of the group, T]."""
         if self._rank_group.size == 1:
             return self.memory.owned(gradients)
-        if not self.sends_vectors:
+        if not self._sends_vectors:
             return self._sent
         self.memory.spread_partial(gradients)
         self._channels.embeddings(
@@ -397,7 +362,7 @@ class ShardedLookup:
         self, ids: SortedBatch, gradients: LookupGradients, is_good: Tensor
     ) -> None:
         """Add the gradients of this rank's embeddings to those of the replicated tables."""
-        replicated = self.memory.own(gradients.vectors)[-1]
+        replicated = self.memory.replicated(gradients.vectors)
         self._replica_sums.update(ids.replicas, replicated, is_good)
         for number, requested in enumerate(self._requested):
             if requested.tables.replica is not None:

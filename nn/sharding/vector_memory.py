@@ -1,7 +1,6 @@
 """Memory of the vectors that a batch looks up, and where each of them is."""
 
 from collections.abc import Sequence
-from copy import copy
 from functools import cache, partial
 from itertools import accumulate
 
@@ -34,23 +33,12 @@ class VectorMemory:
         self._prefix_columns = prefix_columns if is_alone else 0
         blocks = [self._prefix_columns + columns for columns in owned]
         self._columns = [*blocks, self._num_partial, *requested, replicated]
-        self._num_blocks = len(blocks)
         self.batch_size = batch_size
+        self.block_sizes = [batch_size * columns for columns in blocks]
         self.layout_of = cache(partial(_layout, tables, self._columns, self._prefix_columns))
         self.values = torch.empty(
             batch_size * sum(self._columns), dtype=tables.dtype, device=tables.ranks.device
         )
-
-    def of_samples(self, first: int, end: int) -> "VectorMemory":
-        """Return a span of this memory as one for these samples alone; the whole has parts, or such spans."""
-        columns, found = sum(self._columns), copy(self)
-        found.batch_size = end - first
-        found.values = self.values[first * columns : end * columns]
-        return found
-
-    @property
-    def block_sizes(self) -> list[int]:
-        return [self.batch_size * columns for columns in self._columns[: self._num_blocks]]
 
     @property
     def layout(self) -> EmbeddingLayout:
@@ -82,9 +70,11 @@ class VectorMemory:
         columns = sum(shard.width for shard in tables.placement.owned_by_rank[group.rank])
         return self.values.new_empty(self.batch_size * group.size, columns)
 
-    def own(self, memory: Tensor) -> list[Tensor]:
-        """View the parts that this rank looks up for itself: of requested tables by width, and of replicated ones."""
-        return self.parts(memory)[self._num_blocks + 1 :]
+    def requested(self, memory: Tensor, number: int) -> Tensor:
+        return self.parts(memory)[len(self.block_sizes) + 1 + number]
+
+    def replicated(self, memory: Tensor) -> Tensor:
+        return self.parts(memory)[-1]
 
     def add_partial(self) -> None:
         """Add the vectors that each rank has computed of its rows, in the order of the ranks."""
@@ -108,7 +98,7 @@ class VectorMemory:
 
     def _partial(self, memory: Tensor) -> tuple[Tensor, list[Tensor]]:
         """View the sums of partial vectors, and their columns in the block of each rank."""
-        parts, count = self.parts(memory), self._num_blocks
+        parts, count = self.parts(memory), len(self.block_sizes)
         return parts[count], [block[:, -self._num_partial :] for block in parts[:count]]
 
 

@@ -64,23 +64,20 @@ class _Verdict:
 class _Vectors:
     """The vectors of a batch, and what their gradient needs.
 
-    `table_rows` are set where a kernel of the dense component looks the vectors up itself; otherwise those of each chunk have
-    `arrived`; `of_chunk` has them if the ranks exchange them by chunk. Ids are sorted if tables are trained. The `verdict` is
-    there before the last chunk's backward pass, which sets `gradients` (to which earlier chunks add theirs) and what was
-    `returned` of them. It refers to nothing that refers to it: so its memory is free when the pass ends, and not when Python
-    collects cycles.
+    `table_rows` are set where a kernel of the dense component looks the vectors up itself; otherwise they have `arrived`. Ids
+    are sorted if tables are trained. The `verdict` is there before the last chunk's backward pass, which sets `gradients` (to
+    which earlier chunks add theirs) and what was `returned` of them. It refers to nothing that refers to it: so its memory is
+    free when the pass ends, and not when Python collects cycles.
     """
 
     ids: LocalIds
     table_rows: TableRows | None
-    arrived: list[torch.cuda.Event | None] = field(default_factory=list)
-    of_chunk: list[Tensor] = field(default_factory=list)
+    arrived: torch.cuda.Event | None
     sorted_ids: SortedBatch | None = None
     total_weight: Tensor | None = None
     verdict: _Verdict | None = None
     # Kept while the tables' stream may read them.
     gradients: LookupGradients = field(init=False)
-    of_chunk_gradients: list[Tensor] = field(default_factory=list)
     returned: ReturnedGradients | None = None
 
 
@@ -165,8 +162,6 @@ class ForwardBackward:
                 for number, first in enumerate(firsts)
             ]
         self._is_whole = len(self._chunks) == 1
-        # The vectors of one chunk travel beside the dense pass of another. A check of all gradients wants them at once.
-        self._sends_chunks = not self._is_whole and lookup.sends_vectors and context.loss_scale == 1
         self._enabled = torch.ones(1, dtype=torch.int32, device=context.ranks.device)
         self._table_stream = SideStream(context.ranks.device)
 
@@ -244,11 +239,11 @@ class ForwardBackward:
         is_fused = context.dense.fuses_lookup and self._is_whole
         table_rows = self._lookup.table_rows(ids) if is_fused else None
         self._table_stream.wait_for_main()
-        vectors = _Vectors(ids, table_rows)
         with self._table_stream.launches():
             if table_rows is None:
                 with annotate("lookup"):
-                    self._exchange_vectors(vectors)
+                    self._lookup.look_up(ids)
+            vectors = _Vectors(ids, table_rows, self._table_stream.mark())
             context.load_scalars()
             if context.update_tables:
                 with annotate("sort"):
@@ -262,18 +257,6 @@ class ForwardBackward:
                 },
             )
         return vectors
-
-    def _exchange_vectors(self, vectors: _Vectors) -> None:
-        """Look up and send, on the current stream."""
-        lookup, stream = self._lookup, self._table_stream
-        if self._sends_chunks:
-            bounds = [(chunk.first, chunk.end) for chunk in self._chunks]
-            for values in lookup.look_up_by_chunk(vectors.ids, bounds):
-                vectors.of_chunk.append(values)
-                vectors.arrived.append(stream.mark())
-        else:
-            lookup.look_up(vectors.ids)
-            vectors.arrived = [stream.mark()] * len(self._chunks)
 
     def _forward(self, vectors: _Vectors, batch: Batch, chunk: _Chunk) -> Tensor:
         """Return the logits. The later the dense component takes the embeddings, the earlier it returns their gradient."""
@@ -301,12 +284,9 @@ class ForwardBackward:
         if not is_filled_by_caller:
             if vectors.table_rows is not None:
                 lookup.look_up(vectors.ids)
-            if vectors.arrived:
-                self._table_stream.main_waits_for(vectors.arrived[chunk.number])
+            self._table_stream.main_waits_for(vectors.arrived)
         of_samples = lookup.memory.values.detach()
-        if self._sends_chunks:
-            of_samples = vectors.of_chunk[chunk.number].detach()
-        elif not self._is_whole:
+        if not self._is_whole:
             of_samples = _vectors(lookup, of_samples, chunk.first, chunk.end)
         looked_up = [of_samples, *(rows.detach() for rows in lookup.handed_out.values())]
         receive = partial(self._receive, vectors, chunk)
@@ -320,7 +300,7 @@ class ForwardBackward:
         if self._is_whole:
             vectors.gradients = LookupGradients(gradient, by_table)
         else:
-            self._add_chunk(vectors, chunk, gradient, by_table)
+            self._add_chunk(vectors.gradients, chunk, gradient, by_table)
         if vectors.verdict is not None:
             self._send_back(vectors)
             # A gradient in fp16 may still overflow, which is known behind the backward pass.
@@ -329,22 +309,14 @@ class ForwardBackward:
             self._add_to_replicated(vectors, vectors.verdict)
 
     def _add_chunk(
-        self, vectors: _Vectors, chunk: _Chunk, gradient: Tensor, of_rows: dict[str, Tensor]
+        self, whole: LookupGradients, chunk: _Chunk, gradient: Tensor, of_rows: dict[str, Tensor]
     ) -> None:
-        """Add a chunk's gradients to those of the batch; send those that other ranks have by chunk."""
-        memory, whole = self._lookup.memory, vectors.gradients
-        of_chunk = memory.of_samples(chunk.first, chunk.end)
-        pairs = zip(memory.parts(whole.vectors), of_chunk.parts(gradient), strict=True)
-        if self._sends_chunks:
-            pairs = zip(memory.own(whole.vectors), of_chunk.own(gradient), strict=True)
-            if vectors.sorted_ids is not None:
-                vectors.of_chunk_gradients.append(gradient)
-                self._table_stream.wait_for_main()
-                with self._table_stream.launches():
-                    self._lookup.send_chunk_back(gradient, chunk.first, chunk.end)
-        parts = [(part[chunk.first : chunk.end], new) for part, new in pairs if new.numel()]
+        parts = self._lookup.memory.samples(whole.vectors, chunk.first, chunk.end)
+        arrived = gradient.split([part.numel() for part in parts])
         if parts:
-            torch._foreach_copy_([part for part, _ in parts], [new for _, new in parts])
+            torch._foreach_copy_(
+                parts, [one.view_as(part) for one, part in zip(arrived, parts, strict=True)]
+            )
         # Every chunk has a part of the gradient of a row.
         for table, rows in of_rows.items():
             whole.rows[table].add_(rows)
@@ -386,9 +358,7 @@ class ForwardBackward:
         if vectors.sorted_ids is not None:
             self._table_stream.wait_for_main()
             with self._table_stream.launches():
-                vectors.returned = self._lookup.send_back(
-                    vectors.sorted_ids, vectors.gradients, self._sends_chunks
-                )
+                vectors.returned = self._lookup.send_back(vectors.sorted_ids, vectors.gradients)
 
     def _update_tables(self, vectors: _Vectors, verdict: _Verdict) -> None:
         if vectors.sorted_ids is not None and vectors.returned is not None:

@@ -1,21 +1,15 @@
 """`train.accumulate`: a step whose dense component takes its batch in chunks trains as one that takes it at once."""
 
-from unittest.mock import patch
-
 import pytest
 import torch
 
 from nn.checks import check_chunks
-from nn.distributed.all_to_all import OneHop, TwoHops
 from nn.training.evaluator import predictions
-from nn.training.forward_backward import ForwardBackward
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import ON_GPU, worlds
-from tests.nn.sharding.test_groups import options as mixed_tables
 from tests.nn.sharding.test_sharded_embeddings import case
-from tests.nn.sharding.test_two_hops import IN_NODE, LAYOUTS, RANKS, TWO_HOPS
 from tests.nn.training.plain_training import local_state, resumes_bit_by_bit, train_and_compare
 
 CHUNKS = "train.accumulate=3"
@@ -55,47 +49,6 @@ def test_chunks_train_as_the_whole_batch(name, num_ranks):
         torch.testing.assert_close(chunked[0], whole[0], rtol=0, atol=1e-6)
         for key, value in whole[1].items():
             torch.testing.assert_close(chunked[1][key], value, rtol=1e-5, atol=2e-6, msg=key)
-
-
-EXCHANGES = {
-    **LAYOUTS,
-    "adagrad": mixed_tables("adagrad"),
-    "two_hops": [*mixed_tables("adagrad"), TWO_HOPS],
-    "groups": [*mixed_tables("adagrad"), "sharding.group_size=2"],
-}
-
-
-def by_chunk_and_at_once(cases: list[list[str]]) -> list[tuple[tuple, tuple, int]]:
-    """Return what vectors that travel by chunk train, and those of all chunks at once, and the number of messages."""
-    create, found = ForwardBackward.__init__, []
-
-    def at_once(self, *args, **kwargs):
-        create(self, *args, **kwargs)
-        self._sends_chunks = False
-
-    with ranks_of_cpu():
-        for each in cases:
-            with (
-                patch.object(OneHop, "messages", autospec=True, side_effect=OneHop.messages) as one,
-                patch.object(
-                    TwoHops, "messages", autospec=True, side_effect=TwoHops.messages
-                ) as two,
-            ):
-                by_chunk = trained(each, 3)
-            with patch.object(ForwardBackward, "__init__", at_once):
-                found.append((by_chunk, trained(each, 3), one.call_count + two.call_count))
-    return found
-
-
-def test_vectors_that_travel_by_chunk_train_the_same_bits():
-    """There and back, of each chunk; rows that ranks ask for themselves are no vectors."""
-    cases = [[*each, CHUNKS] for each in EXCHANGES.values()]
-    for found in run_distributed(by_chunk_and_at_once, RANKS, cases, local_world_size=IN_NODE):
-        for name, (by_chunk, at_once, messages) in zip(EXCHANGES, found, strict=True):
-            assert by_chunk[0] == at_once[0], name
-            assert messages >= 3 * 2 if name != "table_wise" else messages == 0, name
-            for key, value in at_once[1].items():
-                assert torch.equal(by_chunk[1][key], value), (name, key)
 
 
 def scores(cases: list[list[str]]) -> list[tuple[torch.Tensor, int]]:
