@@ -73,6 +73,8 @@ def write_splits(
             for split, (num_nonzero, num_zero) in counts.result().items():
                 nonzeros[split][name] = num_nonzero
                 summaries[split].zero_ids[name] = num_zero
+                if (split, name) in files.lists:
+                    summaries[split].lists[name] = files.lists[split, name]
                 # Lists of a fixed length are cut and filled, ragged ones are complete.
                 num_ids = len(splits[split]) * (hotness[name] or 0) or num_nonzero + num_zero
                 summaries[split].num_ids[name] = num_ids
