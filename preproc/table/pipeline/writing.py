@@ -111,11 +111,11 @@ def _begin_features(
             files.write_rare(written.rare, feature.name)
         return counts
 
-    return {
-        feature.name: pool.submit(write, number)
-        for number, feature in enumerate(of.categorical)
-        if feature.name in of.encoded
-    }
+    names = [feature.name for feature in of.categorical]
+    # Lists take longest, and the threads end at about the same time.
+    order = sorted(range(len(names)), key=lambda number: of.categorical[number].hotness == 1)
+    begun = {n: pool.submit(write, n) for n in order if names[n] in of.encoded}
+    return {names[number]: begun[number] for number in sorted(begun)}
 
 
 def _write_log(journal: Journal, of: Transformed, files: TableFiles, number: int) -> None:
