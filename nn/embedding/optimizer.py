@@ -71,6 +71,8 @@ class TableRule:
     # If not, a row that a batch looks up with a gradient of exactly zero is updated in tables of one rank and left in
     # replicated ones.
     leaves_untouched_rows: bool = False
+    # Whether `update` and `kernel` keep the bits of weights all whose gradients were zero: tables from files train with no other.
+    keeps_frozen_weights: bool = False
 
     def __post_init__(self) -> None:
         if len(self.states) > 2:

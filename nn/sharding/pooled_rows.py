@@ -18,15 +18,15 @@ class PooledRows:
     def __init__(
         self, tables: RankTables, keys: RequestKeys, rows: Tensor, batch_size: int
     ) -> None:
-        self._tables, self._keys, self._batch_size = tables, keys, batch_size
-        self._bags = self._bags_of(rows)
-        self._sums = RowSums(self._bags_of, rows.shape, rows.device)
+        lookups = tuple(lookup for of_table in keys.lookups for lookup in of_table)
 
-    def _bags_of(self, rows: Tensor) -> LocalEmbeddingBags:
-        """Return what looks up, or adds to, rows [R, D] by the positions of this rank's ids."""
-        lookups = tuple(lookup for of_table in self._keys.lookups for lookup in of_table)
-        table = LocalTable(lookups, rows, {}, first_row=0)
-        return self._tables.adding_bags([table], self._keys.blocks, self._batch_size)
+        def bags_of(rows: Tensor) -> LocalEmbeddingBags:
+            """Return what looks up, or adds to, rows [R, D] by the positions of this rank's ids."""
+            table = LocalTable(lookups, rows, {}, first_row=0)
+            return tables.adding_bags([table], keys.blocks, batch_size)
+
+        self._bags = bags_of(rows)
+        self._sums = RowSums(bags_of, rows.shape, rows.device)
 
     def look_up(self, ids: RequestedIds, out: Tensor) -> None:
         """Pool the rows of each sample; `out` [B, columns of all lookups] is overwritten."""

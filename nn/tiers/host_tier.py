@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,13 @@ class TierCounts:
     disk_wait_ms: float = 0.0
 
 
+def _resident(groups: Sequence[_Group], exchanges: ExchangeQueue, number: int) -> np.ndarray:
+    """Return the rows of a group that may return from the device."""
+    # Rows that have left the device are in host memory then, from where they may go to disk.
+    exchanges.wait()
+    return groups[number].map.changing_rows().numpy()
+
+
 class HostTier:
     """The tables of a rank whose rows lie in host memory or on disk; ValueError if these have too little room."""
 
@@ -159,12 +167,7 @@ class HostTier:
             for number, group in enumerate(self._groups)
             if isinstance(group.store, DiskStore)
         }
-
-        def resident(group: int) -> np.ndarray:
-            # Rows that have left the device are in host memory then, from where they may go to disk.
-            self._exchanges.wait()
-            return self._groups[group].map.changing_rows().numpy()
-
+        resident = partial(_resident, self._groups, self._exchanges)
         self.read_ahead = ReadAhead(stores, resident) if stores else None
         self._needs: dict[int, Need] = {}  # of live batches, by their bits
 

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,21 @@ class ShardOfFile:
     first_column: int = 0
 
 
+def _toggle(
+    shards: Sequence[ShardOfFile], dtype: torch.dtype, items: np.ndarray, rows: np.ndarray
+) -> None:
+    """Turn weights of ascending rows into changes or back, in place."""
+    num_bytes = items.dtype.itemsize
+    values = torch.from_numpy(items.view(np.uint8).reshape(len(items), num_bytes))
+    values, first = values.view(dtype), 0
+    for shard in shards:
+        end = first + shard.num_rows
+        mine = slice(*np.searchsorted(rows, (first, end)).tolist())
+        numbers = torch.from_numpy(rows[mine] - first + shard.first_row)
+        shard.initial.toggle(values[mine], numbers, shard.first_column)
+        first = end
+
+
 class TableFile:
     """Rows of tables of one width and dtype, numbered table after table.
 
@@ -140,8 +156,7 @@ class TableFile:
         self, directory: TierDirectory, name: str, shards: Sequence[ShardOfFile], kinds: Kinds
     ) -> None:
         self._directory = directory
-        self._shards = shards
-        self._dtype = kinds[WEIGHT][1]
+        toggle = partial(_toggle, shards, kinds[WEIGHT][1])
         num_rows = sum(shard.num_rows for shard in shards)
         self._parts = [
             _Part(
@@ -149,7 +164,7 @@ class TableFile:
                 num_rows,
                 columns,
                 dtype,
-                self._toggle if part == WEIGHT else None,
+                toggle if part == WEIGHT else None,
             )
             for part, (columns, dtype) in kinds.items()
         ]
@@ -212,18 +227,6 @@ class TableFile:
         mappings = [each for part in self._parts for each in (part.table, part.journal)]
         full = sum(part.table.row_bytes for part in self._parts) * len(self._change_of_row)
         return sum(mapping.stored_bytes() for mapping in mappings), full
-
-    def _toggle(self, items: np.ndarray, rows: np.ndarray) -> None:
-        """Turn weights of ascending rows into changes or back, in place."""
-        num_bytes = items.dtype.itemsize
-        values = torch.from_numpy(items.view(np.uint8).reshape(len(items), num_bytes))
-        values, first = values.view(self._dtype), 0
-        for shard in self._shards:
-            end = first + shard.num_rows
-            mine = slice(*np.searchsorted(rows, (first, end)).tolist())
-            numbers = torch.from_numpy(rows[mine] - first + shard.first_row)
-            shard.initial.toggle(values[mine], numbers, shard.first_column)
-            first = end
 
     def forget(self) -> None:
         if self._num_changes:

@@ -1,7 +1,7 @@
 """Training records: what the steps since the latest one add up to; a record is written when its metrics are there."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,7 @@ from nn.training.train_step import StepResult, TrainStep
 
 
 class TrainRecords:
-    """The training records of a run.
-
-    `write` is called with every record, in their order: on a GPU up to a few steps after its own.
+    """The training records of a run, of which the latest can be taken: on a GPU up to a few steps after its own.
 
     `rows`: metrics of the rows since the latest record.
     """
@@ -30,11 +28,10 @@ class TrainRecords:
         step: TrainStep,
         state: LoopState,
         ranks: Ranks,
-        write: Callable[[dict[str, Any]], None],
         *,
         has_weights: bool,
     ) -> None:
-        self._step, self._state, self._ranks, self._write = step, state, ranks, write
+        self._step, self._state, self._ranks = step, state, ranks
         self._metrics = [metric for metric in metrics_of(step.tasks) if metric.while_training]
         self.rows = TaskMetrics(
             step.tasks, ranks.device, ranks, has_weights=has_weights, while_training=True
@@ -57,8 +54,7 @@ class TrainRecords:
     def start(
         self, head: Mapping[str, Any], prefetcher: Prefetcher, last: Mapping[str, Any]
     ) -> None:
-        """Make the record of the steps since the latest one, between its first entries and its last ones."""
-        self.write()
+        """Make the record of the steps since the latest one, which was taken, between its first entries and its last ones."""
         measured = self.rows.start()
         self.rows.reset()
         state, step, key_maps = self._state, self._step, self._step.key_maps
@@ -79,20 +75,14 @@ class TrainRecords:
         state.loss_sum, state.loss_steps, prefetcher.data_wait_ms = 0.0, 0, 0.0
         self._late = record, measured
         state.last_record = state.num_steps
-        self.write_if_there()
 
-    def write_if_there(self) -> None:
-        """Write the latest record if its metrics are there."""
-        if self._late is not None and self._late[1].are_there():
-            self.write()
-
-    def write(self) -> None:
-        """Write the latest record if it is not written yet; wait for its metrics."""
-        if self._late is None:
-            return
+    def take(self, *, waits: bool) -> dict[str, Any] | None:
+        """Return the latest record if it is not taken yet; unless it `waits`, only if its metrics are there."""
+        if self._late is None or not (waits or self._late[1].are_there()):
+            return None
         (record, measured), self._late = self._late, None
         values = measured.values()
-        self._write(record | {metric.train_key: values[metric.key] for metric in self._metrics})
+        return record | {metric.train_key: values[metric.key] for metric in self._metrics}
 
 
 def peak_hbm_bytes(ranks: Ranks) -> int | None:

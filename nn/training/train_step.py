@@ -75,6 +75,11 @@ def capture_blocker(config: Config, ranks: Ranks) -> str | None:
     return None if config.train.capture else "train.capture=false"
 
 
+def _autocast(amp: Amp, device_type: str) -> AbstractContextManager:
+    dtype = AMP_DTYPES.get(amp)
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype)
+
+
 def _pass_state(dense: Model, seed: int, ranks: Ranks) -> PassState:
     """Return the state of the layers that depend on the step; their sums over ranks have a communicator of their own.
 
@@ -141,7 +146,7 @@ class TrainStep:
             gradients=self._gradients,
             readback=self._readback,
             ranks=ranks,
-            autocast=self._autocast,
+            autocast=partial(_autocast, config.train.amp, ranks.device.type),
             loss_scale=loss_scale(config),
             update_tables=Component.tables not in self.frozen,
             dense_update=self._dense_update if self._updates_dense_in_pass else None,
@@ -323,10 +328,6 @@ class TrainStep:
     @property
     def _updates_dense_in_pass(self) -> bool:
         return self._dense_update.is_in_pass and Component.dense not in self.frozen
-
-    def _autocast(self) -> AbstractContextManager:
-        dtype = AMP_DTYPES.get(self._config.train.amp)
-        return nullcontext() if dtype is None else torch.autocast(self._ranks.device.type, dtype)
 
     def _set_learning_rate(self, step: int, factor: float) -> None:
         self._dense_update.write_learning_rate(self._optimizer.lr * factor)

@@ -100,7 +100,7 @@ class Trainer:
             step.runner.request_capacity.take(state.row_capacity)
         step.runner.measure(train_loader)
         has_weights = train_loader.source.spec.weight is not None
-        self.records = TrainRecords(step, state, ranks, self._write_record, has_weights=has_weights)
+        self.records = TrainRecords(step, state, ranks, has_weights=has_weights)
         self._preemption: PreemptionSync | None = None
         if saving is not None:
             minutes = config.checkpoint.save_every_minutes
@@ -157,7 +157,7 @@ class Trainer:
         if saving is None:
             raise ValueError("checkpoint.save=false saves nothing; set checkpoint.save=true")
         stopped_at = time.perf_counter()
-        self.records.write()
+        self._write_record()
         self._recorder.sync()
         rows = self.records.rows.rows()
         directory = saving.manager.directory / f"step_{self.num_steps}"
@@ -263,7 +263,7 @@ class Trainer:
     def _wait_for_rows(self) -> bool:
         """Wait for further rows of a stream; False if it has ended. Raises StoppedError after a signal."""
         assert self._stream_rows is not None, "the rows of a dataset are all known"
-        self.records.write()
+        self._write_record()
         self.pause_speed()
         has_come = self._stream_rows.wait(self._position, self._between_looks)
         self.resume_speed()
@@ -279,7 +279,7 @@ class Trainer:
         try:
             yield
         except DivergedError:
-            self.records.write()
+            self._write_record()
             raise
 
     def begin_step(self) -> None:
@@ -292,7 +292,7 @@ class Trainer:
             self._is_as_resumed = False
             self.records.speed.count(trained.batch.global_valid)
             self.progress.advance(self.num_steps)
-            self.records.write_if_there()
+            self._write_record(waits=False)
             every, left = self._config.log.every, self.last_step - self.num_steps
             steps_to_record = min(-self.num_steps % every, left)
             self.records.count(trained, steps_to_record * self._config.train.batch_size)
@@ -323,7 +323,7 @@ class Trainer:
         self.stop_reading()
         if self.state.loss_steps:
             self._start_record(prefetcher)
-        self.records.write()
+        self._write_record()
 
     def stop_reading(self) -> None:
         if self._batches is not None:
@@ -356,7 +356,7 @@ class Trainer:
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on the test split; record and return the result, the same on all ranks."""
         self._tell_start()
-        self.records.write()
+        self._write_record()
         self.observers.tell("on_evaluation_begin", self)
         record = self.head_of_record(self.num_steps) | self.evaluator.run(self.progress)
         self._is_as_resumed = False
@@ -408,9 +408,15 @@ class Trainer:
 
     def _start_record(self, prefetcher: Prefetcher) -> None:
         behind = {} if self._stream_rows is None else self._stream_rows.behind(self._position)
+        self._write_record()
         self.records.start(self.head_of_record(self.num_steps), prefetcher, behind)
+        self._write_record(waits=False)
 
-    def _write_record(self, record: dict[str, Any]) -> None:
+    def _write_record(self, *, waits: bool = True) -> None:
+        """Write the latest record if it is not written yet; unless it `waits`, only if its metrics are there."""
+        record = self.records.take(waits=waits)
+        if record is None:
+            return
         self._recorder.write_train(record)
         self.progress.show_train(record)
         self.observers.tell("on_record", self, record)

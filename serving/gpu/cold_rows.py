@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from nn.ops.triton.served_lookup import _cold_rows
+from serving.gpu.tables import DeviceTable, all_places
 from serving.gpu.vectors import Vector
 
 PROGRAMS = 12
@@ -25,14 +26,16 @@ WARPS = 32
 class ColdRows:
     """Fetch of the cold rows of one size of batch, behind the lookup of the hot ones.
 
-    `scales`: memory from which their scales count; None unless rows are int8. P is `num_rows`.
+    P is `num_rows`.
     """
 
     def __init__(
-        self, vectors: Sequence[Vector], base: Tensor, scales: Tensor | None, num_rows: int
+        self, vectors: Sequence[Vector], tables: Sequence[DeviceTable], num_rows: int
     ) -> None:
-        self._base, self._scales, self._num_rows = base, scales, num_rows
-        # Keys number the rows of all vectors, one vector after another, each vector's as far as its ids go.
+        base = tables[0].hot
+        self._base, self._scales, self._num_rows = base, tables[0].scale, num_rows
+        self._places = all_places(tables)
+        # Keys number the places of all vectors, one vector after another, each vector's as far as its ids go.
         sizes = [vector.table_rows for vector in vectors]
         firsts = [sum(sizes[:index]) for index in range(len(sizes))]
         dtype = torch.int32 if sum(sizes) < torch.iinfo(torch.int32).max else torch.int64
@@ -46,6 +49,7 @@ class ColdRows:
         self._hot_rows = numbers([vector.hot_rows for vector in vectors], torch.int32)[:, None]
         self._table_rows = numbers(sizes)[:, None]
         self._first_keys = numbers(firsts, dtype)[:, None]
+        self._first_places = numbers([vector.place_offset for vector in vectors])[:, None]
         names = ("cold_offset", "scale_offset", "columns", "out_column")
         self._arguments = [numbers([getattr(v, name) for v in vectors]) for name in names]
         self._width = triton.next_power_of_2(max(vector.columns for vector in vectors))
@@ -57,8 +61,10 @@ class ColdRows:
         samples = torch.arange(self._num_rows, device=block.device) * self._id_stride
         ids = block[self._first_ids[:, None] + samples]
         # Ids beyond a table would be read as keys of the next one, or from other memory.
-        is_cold = (ids >= self._hot_rows) & (ids < self._table_rows)
-        keys = torch.where(is_cold, ids + self._first_keys, self._last_key)
+        is_row = (ids >= 0) & (ids < self._table_rows)
+        places = self._places[self._first_places + torch.where(is_row, ids, 0)]
+        is_cold = is_row & (places >= self._hot_rows)
+        keys = torch.where(is_cold, places + self._first_keys, self._last_key)
         keys, order = keys.view(-1).sort()
         _cold_rows[(PROGRAMS,)](
             self._base,

@@ -10,7 +10,7 @@ from torch import Tensor
 from nn.ops.triton.served_lookup import _served_lookup
 from serving.gpu.cold_rows import ColdRows
 from serving.gpu.inputs import InputLayout
-from serving.gpu.tables import DeviceTable
+from serving.gpu.tables import DeviceTable, all_places
 from serving.gpu.vectors import Vector, vectors_of
 from serving.manifest import Manifest
 
@@ -20,7 +20,15 @@ SAMPLES_PER_PROGRAM = (32, 256)
 FETCHED_FROM = 4096
 """Samples from which cold rows are fetched in the order of their addresses, behind the others' lookup."""
 ARGUMENTS = (
-    *("hot_offset", "cold_offset", "hot_rows", "scale_offset", "columns", "is_mean"),
+    *(
+        "hot_offset",
+        "cold_offset",
+        "hot_rows",
+        "scale_offset",
+        "place_offset",
+        "columns",
+        "is_mean",
+    ),
     *("first_id", "id_stride", "num_ids", "first_start", "out_column", "table_rows"),
 )
 """Of a vector, in the kernel's order."""
@@ -36,9 +44,7 @@ class ServedLookup:
         vectors = vectors_of(manifest, tables, layout)
         are_fetched = layout.num_rows >= FETCHED_FROM
         fetched = [v for v in vectors if are_fetched and v.has_one_cold_row]
-        self._cold = (
-            ColdRows(fetched, tables[0].hot, tables[0].scale, layout.num_rows) if fetched else None
-        )
+        self._cold = ColdRows(fetched, tables, layout.num_rows) if fetched else None
         widths = sorted({triton.next_power_of_2(vector.columns) for vector in vectors})
         self._classes = [
             _WidthClass(
@@ -72,6 +78,7 @@ class _WidthClass:
         self._scales = self._base if tables[0].scale is None else tables[0].scale
         self._has_scales = tables[0].scale is not None
         self._has_cold = any(table.cold is not None for table in tables)
+        self._places = all_places(tables)
         self._has_ragged = any(vector.first_start >= 0 for vector in vectors)
         columns = [[getattr(vector, name) for vector in vectors] for name in ARGUMENTS]
         columns.append([int(vector in fetched) for vector in vectors])
@@ -88,6 +95,7 @@ class _WidthClass:
         _served_lookup[grid](
             self._base,
             self._scales,
+            self._places,
             block,
             out,
             *self._arguments,

@@ -15,6 +15,7 @@ from nn.ops.cuda_graph import CudaGraph
 from serving.gpu.dense import dense_on
 from serving.gpu.inputs import InputLayout
 from serving.gpu.lookup import ServedLookup
+from serving.gpu.row_cache import RowCache
 from serving.gpu.tables import DeviceTable, hot_rows, to_device
 from serving.inference.dense import load_program
 from serving.inference.key_rows import KeyRows, load_key_rows
@@ -56,6 +57,8 @@ class GpuModel:
     ) -> None:
         self.manifest, self.raw, self.keys = manifest, raw, keys
         self._tables, self._dense, self._dtype = tables, dense, dtype
+        self._row_cache = RowCache(tables, manifest.id_slices())
+        self.sampled = self._row_cache.sampled
         self._device = tables[0].hot.device
         self._head = ScoreHead(manifest, self._device)
         self._stream = _free_stream(self._device) if self._device.type == "cuda" else None
@@ -127,6 +130,7 @@ class GpuModel:
             scores.copy_(found.scores()[:count], non_blocking=True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
+            self._row_cache.learn(parts)
             return scores.clone()
 
     def _grow(self, ragged_ids: int) -> None:

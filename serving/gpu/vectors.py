@@ -15,6 +15,9 @@ class Vector:
     cold_offset: int  # likewise of row 0, as if the cold rows began with it
     hot_rows: int
     scale_offset: int  # of the first scale from the base
+    place_offset: (
+        int  # of the first row's place among those of all tables; 0 if all rows are on the GPU
+    )
     columns: int  # D
     is_mean: int  # whether the sum is divided by the number of ids
     first_id: int  # position of the first sample's first id in the block
@@ -48,6 +51,7 @@ def vectors_of(
         scale = 0
         if scales is not None and table.scale is not None:
             scale = elements_between(scales, table.scale)
+        place = 0 if table.places is None else int(table.places.storage_offset())
         for name in table.declared.features:
             of_feature = id_columns.get(name)
             # Position of the first id, ids from a sample to the next, ids per vector, position of the starts.
@@ -61,7 +65,7 @@ def vectors_of(
                 bags = [(layout.first_id + of_feature.start, layout.num_ids, hotness, -1)]
             is_mean = int(table.declared.pooling == "mean")
             for bag in bags:
-                row = (hot, cold, hot_rows, scale, columns, is_mean, *bag, out_column)
+                row = (hot, cold, hot_rows, scale, place, columns, is_mean, *bag, out_column)
                 vectors.append(Vector(*row, table.declared.rows))
                 out_column += columns
     return vectors

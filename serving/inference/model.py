@@ -1,6 +1,7 @@
 """A model directory that is loaded: rows in, scores out."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -18,6 +19,14 @@ from serving.manifest import DENSE, Manifest
 # B: rows, N: numerical features, O: outputs
 
 
+@dataclass(slots=True)
+class Sampled:
+    """Ids in samples of the requests, of tables with rows in host memory behind a GPU's, and those whose row the GPU had."""
+
+    lookups: int = 0
+    hits: int = 0
+
+
 class ServedModel:
     """Tables and dense component of a model directory.
 
@@ -33,6 +42,7 @@ class ServedModel:
         keys: Mapping[str, KeyRows] | None = None,
     ) -> None:
         self.manifest, self.raw, self.keys = manifest, raw, keys or {}
+        self.sampled = Sampled()
         self._look_up = look_up
         self._dense = dense
         self._head = ScoreHead(manifest)

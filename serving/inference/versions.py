@@ -15,7 +15,7 @@ from torch import Tensor
 from configs.messages import shown
 from dataloading.dataset.documents import read_regular
 from serving.inference.key_rows import KeyRows
-from serving.inference.model import ServedModel
+from serving.inference.model import Sampled, ServedModel
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.raw_values import RawValues
 from serving.manifest import MANIFEST, Manifest, ModelError
@@ -34,6 +34,7 @@ class Model(Protocol):
     manifest: Manifest
     raw: RawValues | None
     keys: Mapping[str, KeyRows]
+    sampled: Sampled
 
     def scores(self, *parts: Rows) -> Tensor:
         """Return the scores of rows, one part after another, float32 [B, O] in host memory."""

@@ -296,6 +296,14 @@ class Service:
                 "Versions that were refused.",
                 {of.name: of.refused for of in self._models},
             ),
+            "serving_sampled_lookups_total": (
+                "Sampled ids of tables with rows in host memory behind a GPU's.",
+                {of.name: of.current.model.sampled.lookups for of in self._models},
+            ),
+            "serving_sampled_hits_total": (
+                "Those whose row was on the GPU.",
+                {of.name: of.current.model.sampled.hits for of in self._models},
+            ),
         }
         shares = [share for of in self._models for share in of.shares()]
         return self._metrics.text(shares, gauges)

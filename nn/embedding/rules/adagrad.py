@@ -26,4 +26,5 @@ RULE = TableRule(
     kernel=_kernel,
     states=(StateField("momentum1"),),
     leaves_untouched_rows=True,
+    keeps_frozen_weights=True,
 )

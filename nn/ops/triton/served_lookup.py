@@ -1,9 +1,9 @@
 """Lookup of a model that is served, and fetch of rows of host memory: ids as a request has them, rows in both memories.
 
-They read only. Beside `nn.ops.triton.embedding_bag` they take int8 rows with a scale each, and rows behind a table's first ones
-from pinned host memory, over the bus and without a copy of them. A row that its table does not have is read nowhere and
-counts as zeros: rows are checked before (`serving.inference.requests`, and when a model is loaded), and a read elsewhere
-would end the GPU's context, or give the memory of something else.
+They read only. Beside `nn.ops.triton.embedding_bag` they take int8 rows with a scale each, and rows whose place is behind a
+table's first ones from pinned host memory, over the bus and without a copy of them. A row that its table does not have is
+read nowhere and counts as zeros: rows are checked before (`serving.inference.requests`, and when a model is loaded), and a
+read elsewhere would end the GPU's context, or give the memory of something else.
 """
 
 import triton
@@ -16,12 +16,14 @@ import triton.language as tl
 def _served_lookup(
     weights,
     scales,
+    places,
     ids,
     out,
     hot_offset,
     cold_offset,
     hot_rows,
     scale_offset,
+    place_offset,
     columns,
     is_mean,
     first_id,
@@ -61,12 +63,17 @@ def _served_lookup(
         cold = tl.multiple_of(tl.load(cold_offset + vector), ALIGN)
         rows_here = tl.load(hot_rows + vector)
         is_complete = tl.load(is_fetched + vector) == 0
+        first_place = tl.load(place_offset + vector)
     rows_in_all = tl.load(table_rows + vector)
     total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     for k in range(tl.max(length, 0)):
         is_id = k < length
         row = tl.load(ids + first + k, mask=is_id, other=0).to(tl.int64)
         is_id = is_id & (row >= 0) & (row < rows_in_all)
+        if HAS_COLD:
+            has_places = is_id & (rows_here < rows_in_all)
+            place = tl.load(places + first_place + row, mask=has_places, other=0)
+            row = tl.where(has_places, place.to(tl.int64), row)
         offset = row * width
         if HAS_COLD:
             offset += tl.multiple_of(tl.where(row < rows_here, hot, cold), ALIGN)

@@ -27,7 +27,7 @@ from serving.inference.versions import Versions
 from serving.manifest import DENSE, Feature, Manifest, ModelError
 from tests.helpers.gpus import needs_gpus, needs_one_gpu
 from tests.helpers.specs import sized_spec
-from tests.serving.handmade_model import some_rows, write_model
+from tests.serving.handmade_model import TABLE_BYTES, some_rows, write_model
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16", "int8"])
@@ -40,7 +40,7 @@ def check(model: Path, device: str, *, all_hot: bool = True) -> None:
     cpu = ServedModel.load(model)
     for table_bytes in (
         *([None] if all_hot else []),
-        9_000 if manifest.dtype == "int8" else 10_000,
+        TABLE_BYTES[manifest.dtype],
     ):
         gpu = GpuModel.load(model, manifest, max_batch=48, table_bytes=table_bytes, device=device)
         # The second batch is larger than the largest, and has more ids of ragged features than there is room for.
@@ -75,7 +75,8 @@ def check_outside(model: Path, device: str, monkeypatch) -> None:
     manifest, rows = Manifest.read(model), some_rows(20, 5, 2)
     for fetched_from in (1, lookup.FETCHED_FROM):
         monkeypatch.setattr(lookup, "FETCHED_FROM", fetched_from)
-        gpu = GpuModel.load(model, manifest, max_batch=48, table_bytes=10_000, device=device)
+        size = TABLE_BYTES[manifest.dtype]
+        gpu = GpuModel.load(model, manifest, max_batch=48, table_bytes=size, device=device)
         good, found = gpu.scores(rows), []
         for outside in OUTSIDE:
             ids = rows.ids.clone()
@@ -135,7 +136,7 @@ def test_a_version_with_its_hot_rows_is_swapped_in_under_load(model, tmp_path, d
     paths = {"1": root / "1", "2": next_one}
     wanted = {name: ServedModel.load(path).scores(rows) for name, path in paths.items()}
     assert (wanted["1"] - wanted["2"]).abs().max() > 0.01
-    load = partial(GpuModel.load, max_batch=32, table_bytes=10_000, device=device)
+    load = partial(GpuModel.load, max_batch=32, table_bytes=TABLE_BYTES["fp32"], device=device)
     versions = Versions(root, print, load=load, verify=False)
     tables = versions.current.model._tables
     assert any(table.cold is not None for table in tables)

@@ -13,9 +13,10 @@ from tests.serving.handmade_model import TABLES
 def test_small_tables_are_complete_before_large_ones():
     row = 16 * 4
     assert hot_rows(TABLES[:2], "fp32", 400 * row) == [300, 40]
-    assert hot_rows(TABLES[:2], "fp32", 140 * row) == [100, 40]
-    assert hot_rows(TABLES[:2], "fp32", 3 * row) == [1, 1]
-    assert hot_rows(TABLES[:2], "int8", 4 * 340 + 50 * 16) == [25, 25], "scales count"
+    places = 4 * 300
+    assert hot_rows(TABLES[:2], "fp32", 140 * row + places) == [100, 40], "places count"
+    assert hot_rows(TABLES[:2], "fp32", 3 * row + 4 * 340) == [1, 1]
+    assert hot_rows(TABLES[:2], "int8", 4 * 340 + 4 * 340 + 50 * 16) == [25, 25], "scales count"
     with pytest.raises(ValueError, match="table_gib: the tables need more than"):
         hot_rows(TABLES, "fp32", row)
     with pytest.raises(ValueError, match="tables of int4 are served on CPUs; export with"):
