@@ -78,7 +78,7 @@ Component = StrEnum("Component", "dense tables")
 """The two components of a model: the data-parallel dense layers and the model-parallel tables."""
 CheckpointPart = StrEnum("CheckpointPart", "dense tables optimizer")
 """Parts of a checkpoint that can be loaded: weights of either component, and the optimizers' state with the step."""
-DeltaType = StrEnum("DeltaType", "table bf16")
+DeltaType = StrEnum("DeltaType", "table bf16 int8 int4")
 Division = StrEnum("Division", "closed open")
 """Divisions of MLPerf: the benchmark's own training method, or any other."""
 RENAMED = {
@@ -765,7 +765,7 @@ SCORE_ENDINGS = (".parquet", ".csv")
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig(Section):
-    """Evaluation on the test split."""
+    """Evaluation on `split`."""
 
     section = "eval"
 
@@ -1059,7 +1059,9 @@ class CheckpointConfig(Section):
         gt=0,
     )
     delta_dtype: DeltaType = option(
-        DeltaType.table, "of rows in deltas: table (exact), or bf16 (half of the bytes of float32)"
+        DeltaType.table,
+        "of rows in deltas: table (exact), bf16 (half of the bytes of float32), or int8 or int4 with a scale per row, for models "
+        "that are served with this dtype",
     )
     delta_keep: int | None = option(None, "latest deltas to keep; null: all", gt=0)
     parts: list[CheckpointPart] = option(

@@ -87,12 +87,11 @@ def summary(chain: Sequence[Delta], output: str) -> str:
     """Return the line that the command prints."""
     touched = sum(table.touched for delta in chain for table in delta.tables.values())
     retired = sum(table.tombstones for delta in chain for table in delta.tables.values())
+    size = f"{sum(delta.num_bytes for delta in chain) / 2**20:,.1f} MiB"
     steps = f"steps {chain[0].parent.step:,} to {chain[-1].end.step:,}"
     plural = "" if len(chain) == 1 else "s"
     also = f", {retired:,} retired" if retired else ""
-    return (
-        f"{len(chain)} delta{plural}, {steps}, {touched:,} changed rows{also}, written to {output}"
-    )
+    return f"{len(chain)} delta{plural}, {steps}, {touched:,} changed rows{also}, {size}, written to {output}"
 
 
 def run(config: ReplayConfig) -> None:

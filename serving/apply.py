@@ -19,10 +19,12 @@ def run(config: ApplyConfig) -> None:
 
     manifest, chain = apply_deltas(base, config.deltas, output, config.fitted)
     rows = sum(table.touched for delta in chain for table in delta.tables.values())
+    size = f"{sum(delta.num_bytes for delta in chain) / 2**20:,.1f} MiB"
     plural = "" if len(chain) == 1 else "s"
     print(
         on_one_line(
-            f"{base} and {len(chain)} delta{plural} of {rows:,} rows, step {manifest.source['step']:,}, written to {output}"
+            f"{base} and {len(chain)} delta{plural} of {rows:,} rows, {size}, step {manifest.source['step']:,}, written "
+            f"to {output}"
         )
     )
     print(on_one_line(proof_line("proof", manifest.proof)))

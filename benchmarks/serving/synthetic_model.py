@@ -14,10 +14,10 @@ from torch import Tensor
 
 from configs.schema import Config
 from nn.build import open_source
+from nn.deltas.scaled_rows import quantize
 from nn.embedding.declared_tables import embedding_columns
 from nn.models.registry import build_dense, declared_tables
 from serving.exporting.dense import export_dense
-from serving.exporting.tables import quantize
 from serving.gpu.dense import dense_on
 from serving.gpu.model import GpuModel
 from serving.gpu.tables import hot_rows, to_device

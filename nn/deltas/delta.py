@@ -7,8 +7,9 @@
 
 Tensors: `tables.<table>.ids` (`nn.deltas.row_ids`), the rows that changed; `tables.<table>.weight`, these rows, [n, columns];
 `tables.<table>.tombstones`, encoded like ids, the rows whose values are retired; `dense.<name>` and `dense_ema.<name>`, the
-dense component, complete. Of a model with raw keys also `keys.<table>.rows`, encoded like ids, the rows that got other keys, and
-`keys.<table>.keys`, their keys, int64 [n].
+dense component, complete. With `checkpoint.delta_dtype=int8` or `int4` the rows are integers, int8 [n, columns] or two int4 a
+byte, uint8 [n, (columns + 1) // 2], and `tables.<table>.scale`, float32 [n], multiplies them. Of a model with raw keys also
+`keys.<table>.rows`, encoded like ids, the rows that got other keys, and `keys.<table>.keys`, their keys, int64 [n].
 
 `chain` names the state that the delta leads to: its step, and an identity, a hash of the parent's identity and of all that the
 delta holds. A checkpoint of the same step has the same `chain`. So a state has one name, and a chain cannot be mended.
@@ -27,8 +28,8 @@ from nn.checkpoint.directory import DELTA, NewerFormatError, find_damage, read_f
 from nn.checkpoint.run_facts import is_count
 from nn.checkpoint.tensor_index import INDEX_FILE, StoredTensor, TensorIndex, read_index
 
-FORMAT = 2
-"""Deltas without keys are of format 1, which earlier versions read too."""
+FORMAT = 3
+"""Of deltas with integers; those without are of format 2, and without keys of format 1, which earlier versions read too."""
 CHAIN = "chain"
 """Entry of run.json that names the state, of checkpoints of a run with deltas too."""
 KEYS = "keys."
@@ -82,12 +83,20 @@ class Delta:
     def rows_of(self, table: str) -> StoredTensor:
         return self.index.tensors[f"tables.{table}.weight"]
 
+    def scales_of(self, table: str) -> StoredTensor | None:
+        """Return the scales of a table's rows; None unless these are integers."""
+        return self.index.tensors.get(f"tables.{table}.scale")
+
     def rekeyed_rows_of(self, keys: str) -> StoredTensor | None:
         """Return the encoded numbers of the rows that got other keys of a map; None if there are none."""
         return self.index.tensors.get(f"{KEYS}{keys}.rows")
 
     def keys_of(self, keys: str) -> StoredTensor | None:
         return self.index.tensors.get(f"{KEYS}{keys}.keys")
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.index.tensors.values())
 
     @property
     def dense(self) -> dict[str, StoredTensor]:
@@ -110,11 +119,16 @@ def identity(
 
 
 def delta_facts(
-    parent: Link, tables: Mapping[str, TableChange], keys: Mapping[str, KeyChange]
+    parent: Link,
+    tables: Mapping[str, TableChange],
+    keys: Mapping[str, KeyChange],
+    *,
+    has_integers: bool,
 ) -> dict[str, Any]:
     """Return the entry `delta` of run.json."""
-    facts = {"format": 1, "parent": asdict(parent), "tables": _described(tables)}
-    return facts | {"format": FORMAT, "keys": _described(keys)} if keys else facts
+    format = FORMAT if has_integers else 2 if keys else 1
+    facts = {"format": format, "parent": asdict(parent), "tables": _described(tables)}
+    return facts | {"keys": _described(keys)} if keys else facts
 
 
 def _described(changes: Mapping[str, TableChange | KeyChange]) -> dict[str, dict[str, Any]]:
@@ -186,19 +200,28 @@ def _changes(value: Any, kind: type[Change], name: str) -> dict[str, Change]:
     return changes
 
 
+def _layouts(table: TableChange, scales: StoredTensor | None) -> list[tuple[str, tuple[int, int]]]:
+    """Return the dtypes and sizes that the changed rows of a table may have; none if its scales are malformed."""
+    size = (table.touched, table.columns)
+    if scales is None:
+        return [(table.dtype, size), ("bfloat16", size)]
+    if (scales.dtype, scales.size) != ("float32", size[:1]):
+        return []
+    return [("int8", size), ("uint8", (table.touched, (table.columns + 1) // 2))]
+
+
 def _check_tensors(delta: Delta) -> None:
     """Raise ValueError unless every table has the rows, and every map the keys, that its entry says."""
     if list(delta.index.tables) != list(delta.tables):
         raise ValueError("its index has other tables than its run.json")
     for name, table in delta.tables.items():
         weight = delta.index.tensors.get(f"tables.{name}.weight")
-        ids = delta.ids_of(name)
+        ids, scales = delta.ids_of(name), delta.scales_of(name)
         if (weight is None) != (ids is None) or (ids is None) != (table.touched == 0):
             raise ValueError(f"table {shown(name)} has no rows, or no numbers of them")
-        if weight is not None and (
-            weight.size != (table.touched, table.columns)
-            or weight.dtype not in {table.dtype, "bfloat16"}
-        ):
+        if weight is None and scales is not None:
+            raise ValueError(f"table {shown(name)} has scales without rows")
+        if weight is not None and (weight.dtype, weight.size) not in _layouts(table, scales):
             raise ValueError(f"table {shown(name)} has rows of {weight.dtype} {list(weight.size)}")
         for encoded in (ids, delta.index.tensors.get(f"tables.{name}.tombstones")):
             if encoded is not None and (encoded.dtype != "uint8" or len(encoded.size) != 1):

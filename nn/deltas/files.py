@@ -17,6 +17,10 @@ from nn.checkpoint.tensor_files import ArrayFile, array_blocks, in_host_memory
 from nn.checkpoint.tensor_index import FORMAT, INDEX_FILE
 from nn.deltas.delta import TableChange
 from nn.deltas.row_ids import encode_ids
+from nn.deltas.scaled_rows import quantize
+
+PIECE_ROWS = 1 << 20
+"""Rows of a GPU that are copied to the host at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class TakenRows:
     """Rows of a shard that changed.
 
     `row_offset`: first row of the shard in the table. `ids`: numbers of the rows in the shard, int64 [n], n > 0. `rows`: [n,
-    columns].
+    columns]. `integers`: int8 or int4, as which they are written, with scales; None as they are.
     """
 
     table: str
@@ -33,6 +37,7 @@ class TakenRows:
     column_offset: int
     ids: Tensor
     rows: Tensor
+    integers: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,14 @@ def _arrays(
 ) -> Iterable[tuple[str, tuple[int, int], Tensor]]:
     for one in taken:
         key = (one.row_offset, one.column_offset)
-        yield f"tables.{one.table}.weight", key, one.rows
+        rows = one.rows
+        if one.integers is not None:
+            # On the host, where an export makes them too; training does not wait for it.
+            pieces = (in_host_memory(piece) for piece in one.rows.split(PIECE_ROWS))
+            parts = zip(*(quantize(piece, one.integers) for piece in pieces), strict=True)
+            rows, scales = map(torch.cat, parts)
+            yield f"tables.{one.table}.scale", key, scales
+        yield f"tables.{one.table}.weight", key, rows
         if not one.column_offset:
             ids = in_host_memory(one.ids).numpy() + one.row_offset
             yield f"tables.{one.table}.ids", key, torch.from_numpy(encode_ids(ids))

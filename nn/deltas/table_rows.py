@@ -14,21 +14,32 @@ class ChangedRows:
     """The rows of a table, or the raw keys of rows, that a delta changes, read in ascending order."""
 
     def __init__(
-        self, title: str, ids: StoredTensor | None, rows: StoredTensor | None, dtype: str
+        self,
+        title: str,
+        ids: StoredTensor | None,
+        rows: StoredTensor | None,
+        dtype: str,
+        scales: StoredTensor | None = None,
+        columns: int = 1,
     ) -> None:
-        self._title = title
+        self._title, self._columns = title, columns
         self._count = 0 if rows is None else rows.size[0]
         self._pieces = iter(()) if ids is None else decode_ids(ids)
         self._ids = np.empty(0, np.int64)
         self._rows = None if rows is None else RowReader(rows)
         self.dtype = dtype if rows is None else rows.dtype
+        self.integers = self._scales = None
+        if scales is not None:
+            self.integers = "int4" if self.dtype == "uint8" else self.dtype
+            self._scales, self.dtype = RowReader(scales), "float32"
         self._done = 0
 
     @classmethod
     def of_table(cls, delta: Delta, table: str) -> "ChangedRows":
         ids = delta.ids_of(table)
         rows = None if ids is None else delta.rows_of(table)
-        return cls(f"{delta.path}: table {table}", ids, rows, delta.tables[table].dtype)
+        title, change = f"{delta.path}: table {table}", delta.tables[table]
+        return cls(title, ids, rows, change.dtype, delta.scales_of(table), change.columns)
 
     @classmethod
     def of_keys(cls, delta: Delta, keys: str) -> "ChangedRows":
@@ -36,7 +47,12 @@ class ChangedRows:
         return cls(title, delta.rekeyed_rows_of(keys), delta.keys_of(keys), "int64")
 
     def before(self, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the numbers, int64 [n], and the values [n, columns] of the next rows below `end`.
+        """Yield the numbers, int64 [n], and the values [n, columns] of the next rows below `end`; see `stored_before`."""
+        for ids, rows, scales in self.stored_before(end):
+            yield ids, rows if scales is None else dequantized(rows, scales, self._columns)
+
+    def stored_before(self, end: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+        """Yield the numbers of the next rows below `end`, and the rows and scales as the delta has them; None without scales.
 
         Raises ValueError: there are other rows than the delta says.
         """
@@ -50,7 +66,9 @@ class ChangedRows:
             if self._done + count > self._count:
                 raise ValueError(f"{self._title} has more numbers of rows than rows")
             assert self._rows is not None, "there are numbers of rows"
-            yield ids, self._rows.rows(self._done, self._done + count)
+            span = (self._done, self._done + count)
+            scales = None if self._scales is None else self._scales.rows(*span)
+            yield ids, self._rows.rows(*span), scales
             self._done += count
 
     def check_end(self) -> None:
@@ -137,6 +155,14 @@ def check_key_rows(keys: str, rows: int, deltas: Sequence[Delta]) -> None:
                 f"deltas: {delta.path}: {keys} has raw keys of {rows:,} rows, and the delta {got}; name deltas of the same model"
             )
         rows = change.rows
+
+
+def dequantized(rows: np.ndarray, scales: np.ndarray, columns: int) -> np.ndarray:
+    """Return rows of integers times their scales, float32 [n, columns], with the bits of a served table."""
+    if rows.dtype == np.uint8:
+        both = np.stack([rows & 15, rows >> 4], axis=2).reshape(len(rows), -1)
+        rows = both[:, :columns].astype(np.int8) - np.int8(8)
+    return rows * scales[:, None]
 
 
 def converted(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:

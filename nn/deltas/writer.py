@@ -22,8 +22,9 @@ from dataloading.keys.rekeyed import LEFT, Rekeyed
 from nn.checkpoint.directory import DELTA, clear, commit, list_checkpoints, remove, unfinished
 from nn.checkpoint.tensor_index import INDEX_FILE, UnreadableError
 from nn.deltas.delta import CHAIN, KEYS, KeyChange, Link, delta_facts, identity
-from nn.deltas.files import TakenRows, WrittenPart, changes, write_index, write_part
+from nn.deltas.files import PIECE_ROWS, TakenRows, WrittenPart, changes, write_index, write_part
 from nn.deltas.row_ids import encode_ids
+from nn.deltas.scaled_rows import LEVELS
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import TouchedShard
@@ -31,7 +32,6 @@ from nn.sharding.tables import TouchedShard
 THREAD_NAME = "delta-writer"
 FREE_MEMORY = 0.5
 """Fraction of a GPU's free memory that a copy of a table's changed rows may take."""
-PIECE_ROWS = 1 << 20
 
 Chain = Callable[[], dict[str, Any]]
 """Wait for a delta, and return the `chain` of a checkpoint of its step; ValueError if the delta could not be written."""
@@ -74,6 +74,7 @@ class DeltaWriter:
         self._written = run.written
         self._directory, self._tables, self._dense = directory, tables, dense
         self._facts, self._config = dict(run.facts), config
+        self._integers = config.delta_dtype.name if config.delta_dtype in LEVELS else None
         self._ranks, self._logger = ranks, logger
         self._channel = HostChannel()
         is_cuda = ranks.device.type == "cuda"
@@ -162,7 +163,10 @@ class DeltaWriter:
                 weight, at = shard.weight, ids
                 if shard.initial is not None:
                     weight, at = shard.rows(ids), torch.arange(len(ids))
-                self._taken.append(TakenRows(*part, ids, self._rows(weight, at)))
+                # A row has one scale, so shards of some columns keep their numbers.
+                is_whole = weight.shape[1] == self._tables.described[shard.table][1]
+                integers = self._integers if is_whole else None
+                self._taken.append(TakenRows(*part, ids, self._rows(weight, at), integers))
         self._tables.clear_touched()
 
     def _take_keys(self, shards: Sequence[TouchedShard]) -> None:
@@ -265,7 +269,9 @@ class DeltaWriter:
         parent = self.end
         index_bytes = read_regular(directory / INDEX_FILE)
         end = Link(identity(parent, num_steps, tables, keys, index_bytes), num_steps)
-        facts = facts | {CHAIN: asdict(end), DELTA: delta_facts(parent, tables, keys)}
+        has_integers = any(part.tensor.endswith(".scale") for part in parts)
+        info = delta_facts(parent, tables, keys, has_integers=has_integers)
+        facts = facts | {CHAIN: asdict(end), DELTA: info}
         commit(self._directory, num_steps, facts)
         try:
             # Before a checkpoint that it leads to.

@@ -12,6 +12,7 @@ from torch import Tensor
 from configs.messages import shown
 from configs.schema import OptimizerConfig
 from nn.embedding.declared_tables import Tables
+from nn.embedding.optimizer import table_rule
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -185,13 +186,14 @@ class FileRows:
 
 
 def check_pretrained(tables: Tables, optimizer: OptimizerConfig) -> None:
-    """Refuse files of other sizes than their tables, and optimizers that move rows whose gradient is zero; ValueError."""
+    """Refuse files of other sizes than their tables, and optimizers that may move rows whose gradient is zero; ValueError."""
     for table in tables:
         if not isinstance(table.init_fn, FileRows):
             continue
         table.init_fn.check(table.num_embeddings, table.embedding_dim, table.name)
-        if optimizer.embedding_l2 or optimizer.table_name == "ftrl":
+        if optimizer.embedding_l2 or not table_rule(optimizer.table_name).leaves_untouched_rows:
             raise ValueError(
-                f"{table.init_fn.key}: optimizer.embedding_l2 and the tables' optimizer ftrl would move weights without a "
-                "gradient, and these are not trained; set optimizer.embedding_l2=0 and another optimizer.embedding_name"
+                f"{table.init_fn.key}: optimizer.embedding_l2={optimizer.embedding_l2} or the tables' optimizer "
+                f"{optimizer.table_name} may move weights without a gradient, and these are not trained; set "
+                "optimizer.embedding_l2=0 and an embedding_name whose rule says leaves_untouched_rows, such as adam"
             )

@@ -24,12 +24,12 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import AVERAGE
 from nn.deltas.chain import open_chain
 from nn.deltas.delta import CHAIN, Delta, chain_of
-from nn.deltas.table_rows import ChangedRows, check_key_rows, converted
+from nn.deltas.scaled_rows import quantize
+from nn.deltas.table_rows import ChangedRows, check_key_rows, converted, dequantized
 from serving.exporting.from_rows import PREFIX
 from serving.exporting.proof import BATCH_ROWS, DIVERGED, LIMITS, Proof, compared
 from serving.exporting.proof_rows import read_proof_rows
 from serving.exporting.raw_values import VOCABULARY, write_raw_values
-from serving.exporting.tables import quantize
 from serving.exporting.unrounded import UnroundedTable, unrounded_tables
 from serving.inference.dense import check_archive, load_dense
 from serving.inference.key_rows import KeyRows, write_key_rows
@@ -174,20 +174,30 @@ def _apply(
     weights, scales = opened_table(directory, dtype, table, change.rows)
     num_new = 0
     changed = ChangedRows.of_table(delta, table.name)
-    for ids, values in changed.before(change.rows):
+    if changed.integers not in (None, dtype):
+        raise ValueError(
+            f"deltas: {delta.path}: rows of table {table.name} are {changed.integers}, and the tables of the model {dtype}; "
+            f"begin at an export with dtype={changed.integers}, or train with checkpoint.delta_dtype=table"
+        )
+    for ids, stored, of_rows in changed.stored_before(change.rows):
         num_new += int(np.count_nonzero(ids >= rows))
-        values = np.ascontiguousarray(converted(values, changed.dtype, "float32"))
+        if of_rows is None:
+            values = np.ascontiguousarray(converted(stored, changed.dtype, "float32"))
+        else:
+            values = dequantized(stored, of_rows, table.columns)
         if not np.isfinite(values).all():
             raise ValueError(
                 f"deltas: {delta.path}: a row of table {table.name} is not finite: {DIVERGED}"
             )
         exact.update(ids, values)
-        if scales is not None:
-            quantized, of_rows = quantize(torch.from_numpy(values), dtype)
-            weights[ids], scales[ids] = quantized.numpy(), of_rows.numpy()
+        if scales is not None and of_rows is not None:
+            weights[ids], scales[ids] = stored, of_rows
+        elif scales is not None:
+            quantized, new_scales = quantize(torch.from_numpy(values), dtype)
+            weights[ids], scales[ids] = quantized.numpy(), new_scales.numpy()
         else:
-            stored = torch.from_numpy(values).to(DTYPES[dtype])
-            weights[ids] = stored.view(torch.uint8).numpy().view(weights.dtype)
+            rounded = torch.from_numpy(values).to(DTYPES[dtype])
+            weights[ids] = rounded.view(torch.uint8).numpy().view(weights.dtype)
     changed.check_end()
     for mapped in (weights, scales):
         if mapped is not None:

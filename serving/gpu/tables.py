@@ -46,8 +46,8 @@ class DeviceTable:
 def hot_rows(tables: Sequence[Table], dtype: str, budget: int) -> list[int]:
     """Return the rows of each table that are kept on the GPU.
 
-    `budget`: bytes of all hot rows, and what is complete on the GPU: scales, and places of tables with other rows. Raises ValueError: not even one row
-    of each table fits, or they are int4.
+    `budget`: bytes of all hot rows, and of what is complete on the GPU: scales, and places of tables with other rows. Raises
+    ValueError: not even one row of each table fits, or they are int4.
     """
     if dtype == "int4":
         raise ValueError("device=cuda: tables of int4 are served on CPUs; export with dtype=int8")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from configs.schema import Component
 from nn.checkpoint.directory import RUN_FILE
 from nn.checkpoint.tensor_index import INDEX_FILE
-from nn.deltas.delta import KeyChange, Link, TableChange, identity
+from nn.deltas.delta import FORMAT, KeyChange, Link, TableChange, identity
 from nn.export.tables import Selection, export_tables
 from tests.fuzz.commands import as_replay
 from tests.fuzz.harness import Fuzzer
@@ -94,6 +94,13 @@ def _make(room: Path) -> Chains:
     return Chains(room / "own", room / "foreign", wanted)
 
 
+def _make_integers(room: Path) -> Chains:
+    keyed_dataset(room)
+    data = (f"data.path={room / 'input/keys'}", "train.max_steps=1", "checkpoint.delta_dtype=int8")
+    train(room / "own", *data, *MORE)
+    return Chains(room / "own", room / "own", {})
+
+
 def _changed(mutation: Mutation) -> list[Entry]:
     last = min(mutation.base + mutation.length, STEPS)
     chain = [Entry(step) for step in range(mutation.base + 1, last + 1)]
@@ -128,7 +135,7 @@ def _damage(path: Path, change: Change) -> None:
     data = bytearray(file.read_bytes())
     if change.kind == "newer":
         facts = json.loads((path / RUN_FILE).read_text())
-        facts["delta"]["format"] += 1
+        facts["delta"]["format"] = FORMAT + 1
         write_checkpoint(path, facts, (path / INDEX_FILE).read_text())
         return
     if change.kind == "cut":
@@ -214,7 +221,7 @@ FUZZERS = [
     Fuzzer("deltas: chains", _make, _mutations, _replay, 25),
     Fuzzer(
         "deltas: documents",
-        _make,
+        _make_integers,
         lambda made: document_edits(_documents(made), JSON_LITERALS),
         _changed_documents,
         15,

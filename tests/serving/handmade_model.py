@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nn.deltas.scaled_rows import quantize
 from serving.exporting.dense import export_dense, export_onnx
-from serving.exporting.tables import quantize
 from serving.inference.key_rows import write_key_rows
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.manifest import MANIFEST, SCALED, Feature, Manifest, Output, Table, describe_files

@@ -1,9 +1,9 @@
 """Lookup of a model that is served, and fetch of rows of host memory: ids as a request has them, rows in both memories.
 
 They read only. Beside `nn.ops.triton.embedding_bag` they take int8 rows with a scale each, and rows whose place is behind a
-table's first ones from pinned host memory, over the bus and without a copy of them. A row that its table does not have is read nowhere and
-counts as zeros: rows are checked before (`serving.inference.requests`, and when a model is loaded), and a read elsewhere
-would end the GPU's context, or give the memory of something else.
+table's first ones from pinned host memory, over the bus and without a copy of them. A row that its table does not have is
+read nowhere and counts as zeros: rows are checked before (`serving.inference.requests`, and when a model is loaded), and a
+read elsewhere would end the GPU's context, or give the memory of something else.
 """
 
 import triton

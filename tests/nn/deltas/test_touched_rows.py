@@ -15,11 +15,13 @@ from nn.checkpoint.tensor_index import Chunk, StoredTensor, blocks, read_index
 from nn.deltas import writer
 from nn.deltas.delta import read_delta
 from nn.deltas.row_ids import decode_ids, encode_ids
-from nn.deltas.table_rows import replayed_table
+from nn.deltas.scaled_rows import quantize
+from nn.deltas.table_rows import ChangedRows, replayed_table
 from nn.deltas.writer import DeltaRun, DeltaWriter
 from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.sharding.tables import TableShard
 from nn.tiers.initial_rows import InitialRows
+from serving.inference.tables import dequantized
 from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config
@@ -118,6 +120,30 @@ def test_a_delta_holds_the_rows_that_were_looked_up(tmp_path, world_size, shardi
     assert sum(change.touched for change in delta.tables.values()) < sum(
         change.rows for change in delta.tables.values()
     )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_integers_of_two_ranks_are_those_of_the_whole_rows(tmp_path, dtype):
+    """A rank that has some columns of a table writes their numbers as they are."""
+    options = (f"sharding.tables={{{SHARDING}}}", f"checkpoint.delta_dtype={dtype}")
+    options += ("model.embedding_dim=16", "model.bottom_mlp=[16,16]")
+    options += ("data.synthetic.cardinalities=[500,4000,7,300,1000]",)
+    run_distributed(write, 2, tmp_path, options, {})
+    delta, stored = read_delta(tmp_path / "deltas/step_4"), read_index(tmp_path / "step_4")
+    for table, change in delta.tables.items():
+        rows = torch.from_numpy(stored.tensors[f"tables.{table}.weight"].array())
+        changed = ChangedRows.of_table(delta, table)
+        ids, found = map(np.concatenate, zip(*changed.before(change.rows), strict=True))
+        changed.check_end()
+        if table == "cat_1":
+            assert (changed.integers, delta.scales_of(table)) == (None, None)
+            assert np.array_equal(found, rows[ids].numpy())
+            continue
+        integers, scales = quantize(rows[ids], dtype)
+        assert changed.integers == dtype
+        assert np.array_equal(delta.rows_of(table).array(), integers.numpy())
+        assert np.array_equal(delta.scales_of(table).array(), scales.numpy())
+        assert np.array_equal(found, dequantized(integers, scales, change.columns).numpy())
 
 
 @pytest.mark.parametrize("most", [1, 300, 10**6, 2**48])

@@ -94,16 +94,7 @@ def results(
     if stored is torch.float32:
         group.touched = TouchedRows(group.tables, torch.device(device))
     if fused and group._kernels is None:
-        from nn.embedding.triton_launcher import TritonLauncher
-
-        group._kernels = TritonLauncher(
-            group.tables,
-            group._lookups,
-            group._key_bases,
-            group._sources,
-            num_samples,
-            group._config,
-        )
+        group._kernels = launcher_of(group, num_samples)
     if not fused:
         group._kernels = None
     looked_up = []
@@ -122,6 +113,14 @@ def results(
     state = [tensor for table in group.tables for tensor in (table.weight, *table.state.values())]
     masks = [] if group.touched is None else [group.touched.mask]
     return [tensor.double().cpu() for tensor in (*looked_up, *state, *masks)]
+
+
+def launcher_of(group: LocalEmbeddingBags, num_samples: int):
+    from nn.embedding.triton_launcher import TritonLauncher
+
+    return TritonLauncher(
+        group.tables, group._lookups, group._key_bases, group._sources, num_samples, group._config
+    )
 
 
 def compare(rule: str, num_samples: int, device: str, dtype: torch.dtype) -> None:
@@ -159,6 +158,32 @@ def test_interpreted_lookup_and_update_equal_plain_torch(rule):
 
 
 @needs_no_gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_whose_gradients_were_zero_keep_their_bits(rule):
+    """In plain torch and in the kernel."""
+    kept = []
+    for fused in (False, True):
+        group, scalars = make_group(rule, SAMPLES, "cpu", torch.float32)
+        before = [table.weight.clone() for table in group.tables]
+        for state in (values for table in group.tables for values in table.state.values()):
+            state.zero_()
+        group._kernels = launcher_of(group, SAMPLES) if fused else None
+        ids = draw_ids(SAMPLES, 0)
+        group.look_up(ids, torch.empty(SAMPLES, group.num_columns))
+        scalars.set(0, 0.1)
+        gradients = torch.zeros(SAMPLES, group.num_columns)
+        group.update(group.sort(ids), gradients, torch.ones(1, dtype=torch.int32))
+        kept.append(
+            all(
+                torch.equal(old, table.weight)
+                for old, table in zip(before, group.tables, strict=True)
+            )
+        )
+    assert table_rule(rule).leaves_untouched_rows
+    assert kept == [True, True]
+
+
+@needs_no_gpu
 @pytest.mark.parametrize(
     ("rule", "stored"),
     [
@@ -177,15 +202,10 @@ def test_replicated_tables_which_have_no_state_here_are_looked_up(rule):
     group, _ = make_group(rule, 4, "cpu", torch.float32, torch.float32)
     for table in group.tables:
         table.state.clear()
-    from nn.embedding.triton_launcher import TritonLauncher
-
     group._kernels = None
     ids, plain, fused = draw_ids(4, 0), *(torch.empty(4, group.num_columns) for _ in range(2))
     group.look_up(ids, plain)
-    launcher = TritonLauncher(
-        group.tables, group._lookups, group._key_bases, group._sources, 4, group._config
-    )
-    launcher.look_up(ids, fused)
+    launcher_of(group, 4).look_up(ids, fused)
     assert torch.equal(plain, fused)
 
 

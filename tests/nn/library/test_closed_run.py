@@ -1,7 +1,7 @@
-"""What a run owned is freed by reference counts when it is closed, and not some time later, when Python collects cycles.
+"""A closed run leaves nothing to Python's collector.
 
-Threads, communicators, pinned memory and mapped files in a cycle are freed at any allocation: in a process that was forked since, or
-while a CUDA graph is captured.
+It frees threads, communicators, pinned memory and mapped files in cycles at any allocation: in a process that was forked since,
+or while a CUDA graph is captured.
 """
 
 import gc

@@ -1,6 +1,7 @@
 """Tables of a file's vectors: they are read by the sharding, stay as they are, and train the projection."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,7 @@ import torch
 
 from nn.checks import open_checked
 from nn.embedding import pretrained
+from nn.embedding.optimizer import TableRule, table_rule
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.nn.training.plain_training import resumes_bit_by_bit
@@ -17,7 +19,18 @@ from tests.nn.training.plain_training import resumes_bit_by_bit
 NAMES = "data.synthetic.names=[user,item,kind,page,tag]"
 # The table of `item` has 40 rows.
 LAYOUTS = ["row_wise", "column_wise", "data_parallel", "table_wise"]
-OPTIMIZERS = ["adam", "lion", "rowwise_adagrad", "sgd_momentum"]
+OPTIMIZERS = ["adam", "lion", "rowwise_adagrad", "ftrl"]
+HERE, OWN = "tests.nn.models.test_pretrained", "optimizer.embedding_name="
+
+
+def _decay(tables, gradients, states, group):
+    """Make all rows smaller that are looked up, also with a gradient of zero."""
+    for table, gradient in zip(tables, gradients, strict=True):
+        table.mul_(1 - group["lr"]).sub_(group["lr"] * gradient)
+
+
+DECAY = TableRule(name="decay", update=_decay)
+KEEPS = replace(table_rule("sgd"), name="keeps")
 
 
 def options_of(path, *more: str, widths: str = "{item:12,kind:3}") -> list[str]:
@@ -152,7 +165,12 @@ def test_a_run_resumes_bit_by_bit(vectors, tmp_path):
         (None, [], "cannot be read ([Errno 2] No such file or directory"),
         (b"", [], "cannot be read (EOF: reading magic string"),
         (b"PK\x03\x04 an .npz", [], "cannot be read (the magic string is not correct"),
-        ((40, 12), ["optimizer.embedding_l2=0.1"], "would move weights without a gradient"),
+        (
+            (40, 12),
+            ["optimizer.embedding_l2=0.1"],
+            "optimizer.embedding_l2=0.1 or the tables' optimizer",
+        ),
+        ((40, 12), [f"{OWN}{HERE}:DECAY"], "DECAY may move weights without"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_run(rows, more, message, tmp_path):
@@ -163,6 +181,15 @@ def test_what_cannot_be_is_refused_before_the_run(rows, more, message, tmp_path)
         np.save(path, np.zeros(rows))
     with pytest.raises(ValueError, match=re.escape(message)):
         open_checked(compose_config(*options_of(path, *more)))
+
+
+def test_a_rule_of_ones_own_that_says_it_keeps_them_is_taken(vectors):
+    """The table is that of the file after some steps, also in the hands of a user's rule."""
+    open_checked(compose_config(*options_of(vectors, f"{OWN}{HERE}:KEEPS")))
+    _, ((_, _, whole),) = trained(vectors, "table_wise", f"{HERE}:KEEPS")
+    assert torch.equal(whole, torch.from_numpy(np.load(vectors)).float())
+    _, ((_, _, moved),) = trained(vectors, "table_wise", f"{HERE}:DECAY")
+    assert not torch.equal(whole, moved)
 
 
 @pytest.mark.parametrize("number", [np.nan, 1e39])

@@ -6,7 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.serving_schema import TableType
+from configs.serving_schema import ApplyConfig, TableType
+from nn.checkpoint.directory import list_checkpoints
+from nn.deltas.delta import read_delta
+from serving.apply import run as apply
 from serving.exporting.applied import apply_deltas
 from serving.exporting.proof import LIMITS
 from serving.exporting.proof_rows import read_proof_rows, write_proof_rows
@@ -62,6 +65,50 @@ def test_an_applied_version_equals_an_export_and_is_swapped_in(run_dir, tmp_path
         found["largest_difference"]
         != Manifest.read(tmp_path / "models/1").proof["largest_difference"]
     )
+
+
+@pytest.mark.parametrize(("dtype", "columns", "share"), [("int8", 16, 0.4), ("int4", 9, 0.4)])
+def test_deltas_of_integers_make_the_bytes_of_an_export(
+    run_dir, tmp_path, capsys, dtype, columns, share
+):
+    """On a table of integers of the same dtype only; an odd row of int4 ends in half a byte."""
+    sizes = (f"model.embedding_dim={columns}", f"model.bottom_mlp=[16,{columns}]")
+    num_bytes = {}
+    for name in ("table", dtype):
+        ended = run_command(
+            *(*TINY, *sizes, "train.max_steps=16", "checkpoint.delta_every=4", "checkpoint.keep=9"),
+            *(f"checkpoint.delta_dtype={name}", f"run_dir={tmp_path / name}"),
+        )
+        assert ended.exit_code == 0, ended.err
+        paths = list_checkpoints(tmp_path / name / "deltas")
+        num_bytes[name] = sum(read_delta(path).rows_of("cat_4").num_bytes for path in paths)
+        assert {read_delta(path).facts["delta"]["format"] for path in paths} == {
+            1 if name == "table" else 3
+        }
+    assert 0 < num_bytes[dtype] < share * num_bytes["table"]
+    first, last = (tmp_path / dtype / f"checkpoints/step_{step}" for step in (0, 16))
+    deltas = str(tmp_path / dtype / "deltas")
+    export(first, tmp_path / "models/1", dtype=TableType[dtype])
+    wanted = export(last, tmp_path / "wanted", dtype=TableType[dtype])
+    apply(ApplyConfig(model=str(tmp_path / "models"), deltas=[deltas]))
+    assert f"4 deltas of {rows_in(deltas):,} rows, 0." in capsys.readouterr().out
+    manifest = Manifest.read(tmp_path / "models/2")
+    tables = {name: state for name, state in wanted.files.items() if name.startswith("tables/")}
+    assert tables.items() <= manifest.files.items()
+    got = served_scores(tmp_path / "models/2", last)
+    assert np.array_equal(got, served_scores(tmp_path / "wanted", last))
+    assert not np.array_equal(got, served_scores(tmp_path / "models/1", last))
+    assert manifest.proof["largest_difference"] <= manifest.proof["limit"]
+    other = "int4" if dtype == "int8" else "fp32"
+    export(first, tmp_path / "other", dtype=TableType[other])
+    with pytest.raises(ValueError, match=f"rows of table cat_. are {dtype}, and .* model {other};"):
+        apply_deltas(tmp_path / "other", [deltas], tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def rows_in(deltas: str) -> int:
+    paths = list_checkpoints(Path(deltas))
+    return sum(of.touched for path in paths for of in read_delta(path).tables.values())
 
 
 def test_an_applied_version_beyond_the_limit_is_refused_as_an_export_is(

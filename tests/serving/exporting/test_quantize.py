@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from serving.exporting.tables import NARROW, quantize
+from nn.deltas.scaled_rows import NARROW, quantize
 from serving.inference.tables import dequantized
 
 
