@@ -49,6 +49,15 @@ class ListCounts:
     cut_items: int = 0  # items that they lose
     filled_rows: int = 0  # rows with fewer items, which are filled with id 0
 
+    def add(self, lengths: np.ndarray, hotness: int | None) -> None:
+        """Count rows of these lengths; none is cut or filled if they are ragged, of hotness None."""
+        if hotness is None:
+            return
+        cut = lengths[lengths > hotness]
+        self.cut_rows += len(cut)
+        self.cut_items += int(cut.sum()) - len(cut) * hotness
+        self.filled_rows += int(np.count_nonzero(lengths < hotness))
+
 
 @dataclass(slots=True)
 class SplitSummary:

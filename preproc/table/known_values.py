@@ -72,16 +72,15 @@ def written_alike(value: str) -> str:
 def note_of_twins(rows: Rows, counts: str, name: str) -> str | None:
     """Return a line on values of a feature that differ in blanks or in the writing of a number only; None without any."""
     alike = written_alike("value")
-    ((num_changed,),) = rows(f"SELECT count(*) FROM {counts} WHERE {alike} <> value")
-    if not num_changed:
-        return None
-    every = f"SELECT value, {alike} AS alike FROM {counts}"
+    changed = f"SELECT value, {alike} AS alike FROM {counts} WHERE {alike} <> value"
+    # The other writing is a value that does not change itself.
     twins = (
-        f"SELECT alike, min(value) AS one, max(value) AS other, count(*) AS texts FROM ({every}) "
-        f"WHERE alike IN (SELECT {alike} FROM {counts} WHERE {alike} <> value) GROUP BY alike HAVING count(*) > 1"
+        "SELECT least(min(c.value), min(k.value)) AS one, greatest(max(c.value), max(k.value)) AS other, "
+        "count(*) + count(DISTINCT k.value) AS texts "
+        f"FROM ({changed}) AS c LEFT JOIN {counts} AS k ON c.alike = k.value GROUP BY c.alike"
     )
     found = rows(
-        f"SELECT one, other, sum(texts) OVER (), count(*) OVER () FROM ({twins}) ORDER BY one LIMIT 1"
+        f"SELECT one, other, sum(texts) OVER (), count(*) OVER () FROM ({twins}) WHERE texts > 1 ORDER BY one LIMIT 1"
     )
     if not found:
         return None

@@ -15,7 +15,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.lineage import RARE, VOCABULARY
 from preproc.dataset_writer import GrowingFile
-from preproc.report.console import LabelSum, NumericalRange
+from preproc.report.console import LabelSum, ListCounts, NumericalRange
 from preproc.table.expressions import RELATION_FILE, quoted, text
 from preproc.table.extension import DAYS_COLUMNS
 from preproc.table.transformation import stored_ids, stored_lists, stored_numericals
@@ -42,6 +42,7 @@ class TableFiles:
         self.splits = splits
         self.records: dict[str, dict[str, Any]] = {}  # bytes and CRC-32 per written file
         self.present: dict[tuple[str, str], int] = {}
+        self.lists: dict[tuple[str, str], ListCounts] = {}
         self._connection = small_database()
         spill = text(str(work.directory / "spill_files"))
         self._connection.execute(
@@ -235,6 +236,7 @@ class TableFiles:
         counts = {}
         for split, rows in self.splits.items():
             nonzero = zeros = present = 0
+            lists = ListCounts()
             with ExitStack() as stack:
                 file = stack.enter_context(GrowingFile(self.dataset, f"{split}/{feature.name}.bin"))
                 offsets = None
@@ -246,9 +248,12 @@ class TableFiles:
                 for codes, lengths in read_codes(
                     self.directory / self.rows_in, column, rows, is_list
                 ):
-                    if is_list and drops_empty:
-                        codes, lengths = without_empty(codes, lengths)
-                    found = of_codes[codes]
+                    if is_list:
+                        lists.empty_items += int(np.count_nonzero(codes < 0))
+                        if drops_empty:
+                            codes, lengths = without_empty(codes, lengths)
+                        lists.add(lengths, feature.hotness)
+                    found = of_codes.take(codes)
                     present += int(np.count_nonzero(codes >= 0))
                     nonzero += int(np.count_nonzero(found))
                     stored = (
@@ -259,8 +264,10 @@ class TableFiles:
                         offsets.append(ends.astype("<i8"))
                         total += len(stored)
                     zeros += stored.size - int(np.count_nonzero(stored))
-                    file.append(stored.astype(feature.dtype.newbyteorder("<")))
+                    file.append(stored)
             self.present[split, feature.name] = present
+            if is_list:
+                self.lists[split, feature.name] = lists
             self.records |= file.record | (offsets.record if offsets else {})
             counts[split] = (nonzero, zeros)
         return counts
@@ -299,7 +306,7 @@ class TableFiles:
         import pyarrow.parquet as pq
 
         path = self.directory / f"{relation}.bin"
-        dtype = np.dtype(np.int64 if feature.is_dynamic else np.int32)
+        dtype = feature.dtype.newbyteorder("<")
         with pq.ParquetFile(self.directory / relation / RELATION_FILE) as file:
             count = file.metadata.num_rows + 1
             allocate(path, count * dtype.itemsize)
@@ -333,7 +340,8 @@ class TableFiles:
     def write_rare(self, relation: str, name: str) -> None:
         """Write rare/NAME.parquet: value and count of the values without an id, in the order of values."""
         columns = {"value": "VARCHAR", "count": "BIGINT"}
-        self._write_rows(relation, columns, " ORDER BY value", f"{RARE}/{name}.parquet")
+        order = self._in_order(relation, "value")
+        self._write_rows(relation, columns, order, f"{RARE}/{name}.parquet")
 
     def _write_rows(self, relation: str, columns: dict[str, str], order: str, name: str) -> None:
         """Write a relation in an order, as Parquet.

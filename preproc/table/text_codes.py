@@ -108,7 +108,12 @@ class _Writer:
         self._num_rows = 0
         self._texts: dict[str, pq.ParquetWriter] = {}
         self._rows = pq.ParquetWriter(
-            path / RELATION_FILE, self._schema, use_dictionary=texts, compression="none"
+            path / RELATION_FILE,
+            self._schema,
+            use_dictionary=texts,
+            compression="none",
+            # By these DuckDB finds the rows of a split.
+            write_statistics=["row_"],
         )
         try:
             for name in columns:
@@ -118,6 +123,7 @@ class _Writer:
                     TEXTS_SCHEMA,
                     use_dictionary=False,
                     compression="none",
+                    write_statistics=False,
                 )
         except BaseException:
             self._abandon()
@@ -209,7 +215,8 @@ def count_codes(
     """Return how often every code occurs in some rows, int64 [num_codes]; arguments as of `read_codes`."""
     counts = np.zeros(num_codes, np.int64)
     for codes, _ in read_codes(directory, column, rows, is_list):
-        codes = codes[codes >= 0]
+        if len(codes) and codes.min() < 0:
+            codes = codes[codes >= 0]
         if len(codes):
             # A batch has codes of its own, so their range is short.
             first = int(codes.min())

@@ -190,7 +190,7 @@ def tables_of_many(path: str, options: list[str]):
                 weights = own.rows(torch.arange(len(own.weight)))
                 tables[f"tables.{own.table}.weight {offsets}"] = weights.numpy()
         tier = built.step.tables.tier
-        left = 0 if tier is None else tier.take_counts().rows_out
+        left = 0 if tier is None else tier.take_counts()["rows_out"]
         built.step.close()
         return losses, [x.numpy() for x in logits], tables, left, ranks.rank
 

@@ -148,7 +148,10 @@ def _make_vocabulary(journal: Journal, first: int, owner: Categorical) -> str | 
     journal.query(name, f"{kept} ORDER BY id")
     if not _keeps_rare(journal, owner):
         return None
-    journal.query(rare, still_waiting(counts, name))
+    rest = still_waiting(counts, name)
+    if owner.max_size is None:  # by the count alone, without a join
+        rest = f"SELECT value, count FROM {counts} WHERE count < {_limit(journal, owner)} ORDER BY value"
+    journal.query(rare, rest)
     return rare
 
 

@@ -12,8 +12,15 @@ def count_changes(
     summaries: dict[str, SplitSummary],
     statistics: dict[str, list[list[float]]],
 ) -> None:
-    """Count per split what became of the items of lists, and the values that transforms emptied or replaced."""
-    lists = [(i, f) for i, f in enumerate(journal.table.categorical) if f.is_list]
+    """Count per split the values that transforms emptied or replaced, and what became of the items of lists of texts.
+
+    Items of lists of codes were counted as their ids were written.
+    """
+    lists = [
+        (i, f)
+        for i, f in enumerate(journal.table.categorical)
+        if f.is_list and not journal.engine.codes_texts
+    ]
     changes = changed_values(journal.table.numerical, statistics)
     counts = []
     for number, feature in lists:

@@ -73,6 +73,8 @@ def write_splits(
             for split, (num_nonzero, num_zero) in counts.result().items():
                 nonzeros[split][name] = num_nonzero
                 summaries[split].zero_ids[name] = num_zero
+                if (split, name) in files.lists:
+                    summaries[split].lists[name] = files.lists[split, name]
                 # Lists of a fixed length are cut and filled, ragged ones are complete.
                 num_ids = len(splits[split]) * (hotness[name] or 0) or num_nonzero + num_zero
                 summaries[split].num_ids[name] = num_ids
@@ -109,11 +111,11 @@ def _begin_features(
             files.write_rare(written.rare, feature.name)
         return counts
 
-    return {
-        feature.name: pool.submit(write, number)
-        for number, feature in enumerate(of.categorical)
-        if feature.name in of.encoded
-    }
+    names = [feature.name for feature in of.categorical]
+    # Lists take longest, and the threads end at about the same time.
+    order = sorted(range(len(names)), key=lambda number: of.categorical[number].hotness == 1)
+    begun = {n: pool.submit(write, n) for n in order if names[n] in of.encoded}
+    return {names[number]: begun[number] for number in sorted(begun)}
 
 
 def _write_log(journal: Journal, of: Transformed, files: TableFiles, number: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from preproc.raw_tables import RawTables
-from preproc.table.known_values import text_of_five, written_alike
+from preproc.table.known_values import note_of_twins, text_of_five, written_alike
 from preproc.transformed_rows import open_transformed_rows
 from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues
@@ -194,3 +194,20 @@ def test_only_plain_decimal_numbers_are_numbers_in_other_writing():
     texts = ", ".join(f"('{value}')" for value in alike)
     found = duckdb.sql(f"SELECT v, {written_alike('v')} FROM (VALUES {texts}) AS t(v)").fetchall()
     assert dict(found) == alike
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        # Seven is in neither of its writings a plain 7; nine and b have one writing.
+        (
+            "5| 5|5.0|7.0|07|9.0|b |c",
+            "5 values of 'f' are 2 in other writing, such as ' 5' and '5.0'",
+        ),
+        ("9.0|b |c", None),
+    ],
+)
+def test_values_in_other_writing_are_counted_with_the_plain_one(values, wanted):
+    counts = duckdb.sql("SELECT unnest($1) AS value", params=[values.split("|")])
+    note = note_of_twins(lambda query: counts.query("counts", query).fetchall(), "counts", "f")
+    assert (note and note.removeprefix("note: ").partition(": ")[0]) == wanted
