@@ -765,7 +765,7 @@ SCORE_ENDINGS = (".parquet", ".csv")
 
 @dataclass(kw_only=True, slots=True)
 class EvalConfig(Section):
-    """Evaluation on the test split."""
+    """Evaluation on `split`."""
 
     section = "eval"
 

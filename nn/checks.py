@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from configs.messages import shown
 from configs.schema import Config, Fp8, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Source
@@ -44,7 +43,6 @@ def open_checked(config: Config) -> Source:
     check_model(config.model, source.spec)
     check_optimizers(config)
     check_pretrained(declared_tables(config.model, source.spec), config.effective_optimizer)
-    check_raw_keys(config, source.spec)
     check_fp8(config, source.spec)
     check_chunks(config)
     _measure_rare_labels(config, source)
@@ -151,16 +149,6 @@ def check_chunks(config: Config) -> None:
         raise ValueError(
             f"train.accumulate={config.train.accumulate} takes a batch in chunks, and model.name={config.model.name} adds "
             "losses of complete batches; set train.accumulate=1"
-        )
-
-
-def check_raw_keys(config: Config, spec: FeatureSpec) -> None:
-    """Raise ValueError for the option that cannot be used with raw keys (`vocabulary: dynamic`)."""
-    dynamic = [feature for feature in spec.categorical if feature.is_dynamic]
-    if dynamic and config.data.multi_hot.hotness is not None:
-        raise ValueError(
-            f"feature {shown(dynamic[0].name)} has raw keys (vocabulary: dynamic), and data.multi_hot.hotness draws further "
-            "ids, not keys; set it to null"
         )
 
 

@@ -1,5 +1,7 @@
 """Pruners: they end trials early, by their evaluations."""
 
+from collections.abc import Callable
+
 import optuna
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
@@ -26,12 +28,11 @@ class ReachPruner(optuna.pruners.BasePruner):
 
 
 def pruner_of(name: Pruner) -> optuna.pruners.BasePruner:
-    if name is Pruner.reach:
-        return ReachPruner()
-    if name is Pruner.median:
-        return optuna.pruners.MedianPruner()
-    if name is Pruner.asha:
-        return optuna.pruners.SuccessiveHalvingPruner(min_resource=1)
-    return (
-        optuna.pruners.HyperbandPruner() if name is Pruner.hyperband else optuna.pruners.NopPruner()
-    )
+    kinds: dict[Pruner, Callable[[], optuna.pruners.BasePruner]] = {
+        Pruner.none: optuna.pruners.NopPruner,
+        Pruner.reach: ReachPruner,
+        Pruner.median: optuna.pruners.MedianPruner,
+        Pruner.asha: lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1),
+        Pruner.hyperband: optuna.pruners.HyperbandPruner,
+    }
+    return kinds[name]()

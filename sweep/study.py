@@ -128,15 +128,17 @@ class Study:
         """Return the sampler of a trial; trials differ in their seeds."""
         config = self.config
         seed = self._seed(number)
-        if config.sampler is Sampler.tpe:
-            startup = max(1, min(MAX_STARTUP_TRIALS, config.trials // 4))
-            return optuna.samplers.TPESampler(
-                seed=seed, n_startup_trials=startup, constant_liar=config.parallel > 1
-            )
-        if config.sampler is Sampler.qmc:
-            # The sequence counts its points in the journal.
-            return optuna.samplers.QMCSampler(seed=config.sampler_seed, scramble=True)
-        return optuna.samplers.RandomSampler(seed=seed)
+        match config.sampler:
+            case Sampler.tpe:
+                startup = max(1, min(MAX_STARTUP_TRIALS, config.trials // 4))
+                return optuna.samplers.TPESampler(
+                    seed=seed, n_startup_trials=startup, constant_liar=config.parallel > 1
+                )
+            case Sampler.qmc:
+                # The sequence counts its points in the journal.
+                return optuna.samplers.QMCSampler(seed=config.sampler_seed, scramble=True)
+            case Sampler.random | Sampler.grid | Sampler.gp:
+                return optuna.samplers.RandomSampler(seed=seed)
 
 
 def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:

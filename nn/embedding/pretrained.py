@@ -191,9 +191,9 @@ def check_pretrained(tables: Tables, optimizer: OptimizerConfig) -> None:
         if not isinstance(table.init_fn, FileRows):
             continue
         table.init_fn.check(table.num_embeddings, table.embedding_dim, table.name)
-        if optimizer.embedding_l2 or not table_rule(optimizer.table_name).keeps_frozen_weights:
+        if optimizer.embedding_l2 or not table_rule(optimizer.table_name).leaves_untouched_rows:
             raise ValueError(
                 f"{table.init_fn.key}: optimizer.embedding_l2={optimizer.embedding_l2} or the tables' optimizer "
                 f"{optimizer.table_name} may move weights without a gradient, and these are not trained; set "
-                "optimizer.embedding_l2=0 and an embedding_name whose rule has keeps_frozen_weights, such as adam"
+                "optimizer.embedding_l2=0 and an embedding_name whose rule says leaves_untouched_rows, such as adam"
             )

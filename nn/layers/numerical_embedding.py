@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from configs.schema import ModelConfig, NumericalEncoding
+from configs.schema import ModelConfig
 from nn.layers.initialization import truncated_normal_
 
 # B: samples, N: numerical features, K: frequencies or buckets, D: columns of a vector
@@ -44,7 +44,7 @@ class NumericalVectors(nn.Module):
 
     def __init__(self, count: int, options: ModelConfig) -> None:
         super().__init__()
-        self.is_periodic = options.numerical_encoding is NumericalEncoding.periodic
+        self.is_periodic = {"periodic": True, "buckets": False}[options.numerical_encoding]
         self._sigma = options.numerical_sigma
         size, columns = options.numerical_size, options.embedding_dim
         inputs = 2 * size if self.is_periodic else size

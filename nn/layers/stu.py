@@ -14,6 +14,7 @@ from torch.nn.functional import linear, silu
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
 from nn.layers.sequence import LayerNorm
+from nn.ops.column_blocks import GradientBlocks, column_blocks
 from nn.ops.fused_linear import can_fuse
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
 from nn.ops.jagged import pad
@@ -135,7 +136,7 @@ class STULayer(nn.Module):
         `norm`: what the attention of each sample is divided by, [B]. `bias`: added to the scores, [B, L of queries, L].
         """
         normed = self.input_norm(x)
-        queries = at
+        queries, gradients = at, None
         if only_candidates:
             # Keys and values are those of all positions, and nothing else is.
             queries, rows = at.last(num_candidates)
@@ -144,22 +145,25 @@ class STULayer(nn.Module):
             inputs = own, normed, own, normed
             u, v, q, k = map(linear, inputs, weights, biases)
         else:
-            u, v, q, k = self.uvqk(normed).chunk(4, dim=1)
+            (u, v, q, k), gradients = column_blocks(self.uvqk(normed), 4)
         if self._silu_all:
-            v, q, k = silu(v), silu(q), silu(k)
+            v, q, k, gradients = silu(v), silu(q), silu(k), None
         v, q, k = (of.unflatten(1, (self._heads, -1)) for of in (v, q, k))
-        if q.is_cuda and bias is None and not torch.compiler.is_exporting():
+        if _has_kernel(q, bias):
             # Only CUDA builds of torch include Triton.
             from nn.ops.triton.hstu_attention import attend
 
-            a = attend(q, k, v, norm, at, queries, num_candidates).flatten(1)
+            of_qkv = None if gradients is None else (gradients, (2, 3, 1))
+            a = attend(q, k, v, norm, at, queries, num_candidates, of_qkv).flatten(1)
         else:
             a = hstu_attention(
                 q, k, v, norm, at, queries, num_candidates=num_candidates, bias=bias
             ).flatten(1)
-        return x + self.output(self._gated(u, a, queries))
+        return x + self.output(self._gated(u, a, queries, gradients))
 
-    def _gated(self, u: Tensor, a: Tensor, at: JaggedPositions) -> Tensor:
+    def _gated(
+        self, u: Tensor, a: Tensor, at: JaggedPositions, gradients: GradientBlocks | None
+    ) -> Tensor:
         """Return what W_o reads, of u before SiLU."""
         norm = self.attention_norm
         if can_fuse(a, norm.weight):
@@ -167,12 +171,20 @@ class STULayer(nn.Module):
             from nn.ops.triton.layer_norm import gate
 
             where, mask = (at.samples, at.offsets), self.dropout.mask
-            return gate(u, a, norm.weight, norm.bias, norm.eps, mask, where, concat=self._concat)
+            return gate(
+                *(u, a, norm.weight, norm.bias, norm.eps, mask, where),
+                concat=self._concat,
+                gradients=gradients,
+            )
         u = silu(u)
         y = u * norm(a)
         if self._concat:
             y = torch.cat([u, a, y], dim=1)
         return self.dropout(y, at)
+
+
+def _has_kernel(q: Tensor, bias: Tensor | None) -> bool:
+    return q.is_cuda and bias is None and not torch.compiler.is_exporting()
 
 
 def kept_columns(layers: Sequence[STULayer], before: int, *, only_candidates: bool) -> int:
@@ -181,7 +193,7 @@ def kept_columns(layers: Sequence[STULayer], before: int, *, only_candidates: bo
     kept = sum(layer.kept() for layer in first) + last.kept(only_candidates=only_candidates)
     # Gradients of a layer's columns.
     widest = max(last.output.out_features, last.uvqk.out_features // 4)
-    return before + kept + widest * (2 if only_candidates else 4)
+    return before + kept + widest * (2 if only_candidates else 6)
 
 
 class RelativeBias(nn.Module):

@@ -145,6 +145,6 @@ class HSTU(Model):
         how = self._options.attention_norm
         if how is AttentionNorm.batch_max:
             return (events.longest + self._num_context + 1).expand_as(at.lengths)
-        is_own = how is AttentionNorm.length
+        is_own = {AttentionNorm.length: True, AttentionNorm.capacity: False}[how]
         length = at.lengths if is_own else torch.full_like(at.lengths, self._max_length)
         return length - (self._found.inputs.num_candidates - 1)

@@ -52,12 +52,12 @@ class Metric:
 
     @property
     def test_key(self) -> str:
-        """Key of its value on the test split, in records and in the summary."""
+        """Key of its value on `eval.split`, whichever that is, in records and in the summary."""
         return f"test_{self.key}"
 
     @property
     def best_key(self) -> str:
-        """Key of its best value on the test split, in the summary."""
+        """Key of its best value on `eval.split`, in the summary."""
         return f"best_{self.test_key}"
 
     @property

@@ -113,6 +113,7 @@ def _summary(session: Session, trainer: Trainer, test: Mapping[str, Any]) -> dic
         "stopped": trainer.stopped,
         **{metric.test_key: test.get(metric.test_key) for metric in session.metrics},
         "test_rows": test.get("test_rows"),
+        "split": session.config.eval.split,
         trainer.best_metric.best_key: state.best_value,
         "best_step": state.best_step,
         "first_step": state.first_step,

@@ -5,7 +5,7 @@ TorchRec plans. Memory, lookup and update are the project's own.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
@@ -30,7 +30,7 @@ from nn.sharding.placement import Channels, ColumnShard, Placement, RankTables, 
 from nn.sharding.planned_tables import PlannedTable, planned_tables, shards_by_rank
 from nn.sharding.rank_group import RankGroup
 from nn.sharding.tables import TableSettings, TableShard, TieredPlan, TouchedShard
-from nn.tiers.host_tier import TierCounts
+from nn.tiers.host_tier import TRAFFIC
 from nn.tiers.initial_rows import InitialRows
 from nn.tiers.row_resets import KeyedShard, RowResets
 from nn.tiers.row_store import WEIGHT
@@ -293,11 +293,10 @@ class ShardedTables:
         """
         if all(table.host is None for table in self._all()):
             return {}
-        counts = TierCounts() if self.tier is None else self.tier.take_counts()
-        names = [field.name for field in fields(counts)]
-        values = torch.tensor([getattr(counts, name) for name in names], dtype=torch.float64)
+        counts = dict.fromkeys(TRAFFIC, 0.0) if self.tier is None else self.tier.take_counts()
+        values = torch.tensor(list(counts.values()), dtype=torch.float64)
         summed = self._ranks.all_reduce_sum(values.to(self._ranks.device)).tolist()
-        total = dict(zip(names, summed, strict=True))
+        total = dict(zip(counts, summed, strict=True))
         hit_rate = 1 - total.pop("missing") / max(total.pop("ids"), 1)
         for name in ("ms", "wait_ms", "disk_wait_ms"):
             total[name] /= self._ranks.world_size

@@ -77,29 +77,17 @@ class _Group:
         return self.store if isinstance(self.store, DiskStore) else None
 
 
-@dataclass(slots=True)
-class TierCounts:
-    """Traffic of a rank.
+TRAFFIC = (
+    *("ids", "missing", "rows_in", "rows_out", "bytes_in", "bytes_out", "ms", "wait_ms"),
+    *("disk_rows_in", "disk_rows_out", "disk_bytes_in", "disk_bytes_out", "disk_wait_ms"),
+)
+"""Names of the traffic of a rank.
 
-    `ids` were mapped to slots, those without a row here left out; of `missing` ones the row was not on the device. Rows come in
-    from host memory and go out to it. `ms` is the host's time to queue mapping and copies, on a CPU for both themselves; steps
-    waited `wait_ms` for their batch and its rows. Rows are read from disk and, but for those of a save, written to it; batches
-    waited `disk_wait_ms` for them.
-    """
-
-    ids: float = 0
-    missing: float = 0
-    rows_in: float = 0
-    rows_out: float = 0
-    bytes_in: float = 0
-    bytes_out: float = 0
-    ms: float = 0.0
-    wait_ms: float = 0.0
-    disk_rows_in: float = 0
-    disk_rows_out: float = 0
-    disk_bytes_in: float = 0
-    disk_bytes_out: float = 0
-    disk_wait_ms: float = 0.0
+`ids` were mapped to slots, those without a row here left out; of `missing` ones the row was not on the device. Rows come in
+from host memory and go out to it. `ms` is the host's time to queue mapping and copies, on a CPU for both themselves; steps
+waited `wait_ms` for their batch and its rows. Rows are read from disk and, but for those of a save, written to it; batches
+waited `disk_wait_ms` for them.
+"""
 
 
 def _resident(groups: Sequence[_Group], exchanges: ExchangeQueue, number: int) -> np.ndarray:
@@ -158,7 +146,7 @@ class HostTier:
             for group, counts in zip(self._groups, self._counted.unbind(1), strict=True):
                 group.kernels = SlotKernels(group.map, counts)
         self._exchanges = ExchangeQueue(device)
-        self._counts = TierCounts()
+        self._counts = dict.fromkeys(TRAFFIC, 0.0)
         self._waits = StreamWaits(device) if device.type == "cuda" else None
         self._is_training = True
         self._live = LiveBatches(device)
@@ -323,7 +311,7 @@ class HostTier:
     def _count(self, **traffic: float) -> None:
         if self._is_training:
             for name, value in traffic.items():
-                setattr(self._counts, name, getattr(self._counts, name) + value)
+                self._counts[name] += value
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
         """Let the current stream, which trains, wait for the one on which batches are mapped, or rows move."""
@@ -365,20 +353,20 @@ class HostTier:
         if self._directory is not None:
             self._directory.close()
 
-    def take_counts(self) -> TierCounts:
-        """Return the traffic of this rank since the last call, without that of evaluations."""
-        counts, self._counts = self._counts, TierCounts()
+    def take_counts(self) -> dict[str, float]:
+        """Return the `TRAFFIC` of this rank since the last call, without that of evaluations."""
+        counts, self._counts = self._counts, dict.fromkeys(TRAFFIC, 0.0)
         # On a CPU nothing runs beside the step.
-        counts.wait_ms = counts.ms if self._waits is None else self._waits.take_ms()
+        counts["wait_ms"] = counts["ms"] if self._waits is None else self._waits.take_ms()
         if self.read_ahead is not None:
-            counts.disk_wait_ms, self.read_ahead.wait_ms = self.read_ahead.wait_ms, 0.0
+            counts["disk_wait_ms"], self.read_ahead.wait_ms = self.read_ahead.wait_ms, 0.0
         for group in self._groups:
             if group.disk_store is not None:
                 read, written = group.disk_store.host_rows.take_counts()
-                counts.disk_rows_in += read
-                counts.disk_rows_out += written
-                counts.disk_bytes_in += read * group.store.row_bytes
-                counts.disk_bytes_out += written * group.store.row_bytes
+                counts["disk_rows_in"] += read
+                counts["disk_rows_out"] += written
+                counts["disk_bytes_in"] += read * group.store.row_bytes
+                counts["disk_bytes_out"] += written * group.store.row_bytes
         return counts
 
     def _note_trained(self, released: int, trained: int) -> None:

@@ -2,7 +2,7 @@
 
 import math
 
-from configs.schema import DecayShape, SchedulerConfig
+from configs.schema import SchedulerConfig
 
 
 def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
@@ -24,9 +24,8 @@ def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
     if config.decay_start_step is None or count <= config.decay_start_step:
         return 1.0
     left = max(config.decay_start_step + config.decay_steps - count, 0) / config.decay_steps
-    if config.decay is DecayShape.cosine:
-        return (1 - math.cos(math.pi * left)) / 2
-    return left**config.decay_power
+    cosine = (1 - math.cos(math.pi * left)) / 2
+    return {"cosine": cosine, "polynomial": left**config.decay_power}[config.decay]
 
 
 def has_ended(step: int, config: SchedulerConfig) -> bool:

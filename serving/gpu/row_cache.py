@@ -17,7 +17,7 @@ from serving.inference.model import Sampled
 from serving.inference.model_rows import Rows
 
 SAMPLED_ROWS = 1024
-"""Rows of a batch that are a sample, at most, and ids of a ragged feature."""
+"""Rows of a batch that are a sample, the first ones of each request, and ids of a ragged feature."""
 REST = 49
 """Time between two samples, as a multiple of that for the first: moves take 2 % of the time at most."""
 PLACES_PER_ROW = 8
@@ -39,10 +39,11 @@ class RowCache:
         started = time.monotonic()
         if not self._tables or started < self._next_s:
             return
-        rows = parts[0]
+        of_each = max(1, SAMPLED_ROWS // len(parts))
+        rows = Rows.joined([part.part(0, of_each) for part in parts])
         for table in self._tables:
             ids = [
-                rows.ids[:SAMPLED_ROWS, self._columns[name]].reshape(-1)
+                rows.ids[:, self._columns[name]].reshape(-1)
                 if name in self._columns
                 else rows.ragged[name].values[:SAMPLED_ROWS]
                 for name in table.features

@@ -53,6 +53,7 @@ def test_a_run_trains_on_the_others_and_evaluates_on_these(tmp_path):
     assert (ended.exit_code, ended.err) == (0, "")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["steps"], summary["test_rows"]) == (2048 * 3 // 4 // 64, 2048 // 4)
+    assert summary["split"] == "validation"  # of its metrics, whose keys begin with test_
     ended = run_command(*TINY, *options[1:], f"run_dir={tmp_path}/other")
     assert ended.exit_code == 2
     assert "no split 'validation'" in ended.err

@@ -177,7 +177,7 @@ def test_evaluating_a_checkpoint_reproduces_the_metrics_of_training(dlrm, tmp_pa
     ended = run_command(*SHORT, "mode=eval", restore, f"run_dir={tmp_path / 'run'}")
     assert (ended.exit_code, ended.err) == (0, "")
     trained, evaluated = summary_of(run_dir), summary_of(tmp_path / "run")
-    for name in ("steps", "test_auc", "test_log_loss", "test_rows", "teacher_auc"):
+    for name in ("steps", "test_auc", "test_log_loss", "test_rows", "split", "teacher_auc"):
         assert evaluated[name] == trained[name]
     assert evaluated["samples_per_s"] is None
     numbers = [

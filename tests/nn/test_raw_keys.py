@@ -11,12 +11,12 @@ import torch
 from safetensors.numpy import load_file
 
 from configs.export_schema import ExportFormat
-from configs.schema import DynamicConfig, Evict
+from configs.schema import Component, DynamicConfig, Evict
 from configs.serving_schema import ModelExportConfig
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
-from dataloading.dataset.source import read_with_keys
+from dataloading.dataset.source import Columns, read_with_keys
 from dataloading.keys.described_keys import DescribedKeys
 from dataloading.keys.key_maps import KeyMaps
 from dataloading.keys.rekeyed import TableFullError
@@ -28,6 +28,7 @@ from nn.export.tables import Selection, export_tables
 from nn.layers.initialization import fill_uniform_
 from nn.library.loaded_run import Run
 from nn.models.registry import declared_tables
+from nn.replay import replay
 from nn.training.evaluator import Evaluator, predictions
 from serving.exporting.run import export_model
 from serving.inference.model import ServedModel
@@ -56,6 +57,9 @@ SMALL = [
     "log.loggers=[]",
 ]
 KEYED = [*SMALL, "data.dynamic.admit_after=2"]
+EXPANDED = "data.multi_hot.hotness=[3,1,2]"
+EXPIRING = ["data.dynamic.expire_after=24"]
+EXPANDED_WAYS = ["expanded", "expanded row-wise", "expanded, distinct rows"]
 
 
 def drawn(split: str) -> dict:
@@ -186,7 +190,7 @@ def tables_of_many(path: str, options: list[str]):
                 weights = own.rows(torch.arange(len(own.weight)))
                 tables[f"tables.{own.table}.weight {offsets}"] = weights.numpy()
         tier = built.step.tables.tier
-        left = 0 if tier is None else tier.take_counts().rows_out
+        left = 0 if tier is None else tier.take_counts()["rows_out"]
         built.step.close()
         return losses, [x.numpy() for x in logits], tables, left, ranks.rank
 
@@ -244,8 +248,11 @@ def replace_rows(built, config, new: dict[int, int]) -> None:
         (2, ["sharding.types=[row_wise]"]),
         (2, ["sharding.types=[data_parallel]"]),
         (2, ["sharding.group_size=1"]),
+        (1, [EXPANDED]),
+        (2, [EXPANDED, "sharding.types=[row_wise]"]),
+        (2, [EXPANDED, "sharding.types=[table_wise]", "sharding.exchange=rows"]),
     ],
-    ids=["one rank", "row-wise", "replicated", "groups"],
+    ids=["one rank", "row-wise", "replicated", "groups", *EXPANDED_WAYS],
 )
 def test_it_equals_training_on_the_rows_of_a_dictionary(data, ranks, sharding):
     new_rows = torch.load(data / "new_rows.pt")
@@ -271,9 +278,10 @@ def test_it_equals_training_on_the_rows_of_a_dictionary(data, ranks, sharding):
         (2, ["sharding.types=[row_wise]"]),
         (2, ["sharding.types=[column_wise]"]),
         (2, ["sharding.group_size=1"]),
-        (1, ["data.dynamic.expire_after=24"]),
+        (1, EXPIRING),
+        (2, [*EXPIRING, "data.multi_hot.hotness=[2,1,1]", "sharding.types=[row_wise]"]),
     ],
-    ids=["one rank", "row-wise", "column-wise", "groups", "keys that expire"],
+    ids=["one rank", "row-wise", "column-wise", "groups", "keys that expire", "expanded rows"],
 )
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_tables_in_other_memory_train_to_the_same_bits(many, tmp_path, ranks, sharding, tier):
@@ -354,7 +362,7 @@ def test_records_count_the_keys_that_come_and_go(data, whole):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("data.multi_hot.hotness=[1,1,2]", "data.multi_hot.hotness draws further ids, not keys"),
+        ("data.multi_hot.hotness=[1,2,1]", "data.multi_hot.hotness is 2 for 'past', which is not"),
         ("data.dynamic.admit_after=0", "data.dynamic.admit_after must be positive, got 0"),
         ("data.dynamic.evict=never", "evict=never keeps all keys"),
     ],
@@ -366,17 +374,16 @@ def test_what_cannot_be_is_refused_in_one_line(data, tmp_path, option, message):
     assert ended.err.strip().count("\n") == 0
 
 
-def test_scores_are_those_of_prediction_wherever_keys_are_mapped(data, whole, tmp_path):
-    step = whole / "checkpoints" / f"step_{STEPS}"
+def predicted_by_both_ways(
+    data: Path, step: Path, room: Path, *options: str
+) -> tuple[np.ndarray, Columns]:
+    """Return the scores of the test rows by mode=predict, which are those of `Run.predict`, and these rows."""
     ended = run_command(
-        *KEYED,
-        "mode=predict",
-        f"data.path={data / 'keys'}",
-        f"checkpoint.restore={step}",
-        f"output={tmp_path / 'scores.parquet'}",
+        *(*KEYED, *options, "mode=predict", f"data.path={data / 'keys'}"),
+        *(f"checkpoint.restore={step}", f"output={room / 'scores.parquet'}"),
     )
     assert ended.exit_code == 0, ended.err
-    predicted = pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy()
+    predicted = pq.read_table(room / "scores.parquet")["score"].to_numpy()
     columns = read_with_keys(
         open_dataset(FeatureSpec.load(data / "keys")), "test", np.array([[0, TEST_ROWS]])
     )
@@ -386,9 +393,15 @@ def test_scores_are_those_of_prediction_wherever_keys_are_mapped(data, whole, tm
         {"n": columns.numerical[:, 0], "m": columns.numerical[:, 1], "user": user}
         | {"past": pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), past), "item": item}
     )
-    np.testing.assert_allclose(
-        Run.load(whole, checkpoint=step.name).predict(table)["score"], predicted, atol=1e-6
-    )
+    run = Run.load(step.parent.parent, checkpoint=step.name)
+    np.testing.assert_allclose(run.predict(table)["score"], predicted, atol=1e-6)
+    return predicted, columns
+
+
+def test_scores_are_those_of_prediction_wherever_keys_are_mapped(data, whole, tmp_path):
+    step = whole / "checkpoints" / f"step_{STEPS}"
+    predicted, columns = predicted_by_both_ways(data, step, tmp_path)
+    user, past, item = columns.ids
     model = tmp_path / "model"
     export_model(ModelExportConfig(checkpoint=str(step), output=str(model), rows=TEST_ROWS))
     served = ServedModel.load(model)
@@ -400,6 +413,30 @@ def test_scores_are_those_of_prediction_wherever_keys_are_mapped(data, whole, tm
     np.testing.assert_allclose(scores[:, 0], predicted, atol=1e-6)
     unknown = served.keys["user"].rows(np.array([0, 12345, user[user != 0][-1]]))
     assert unknown[:2].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("sharding", ["[row_wise]", "[table_wise]"])
+def test_expanded_rows_are_resumed_on_other_ranks_replayed_and_predicted(data, tmp_path, sharding):
+    options = (EXPANDED, "checkpoint.delta_every=2", "checkpoint.keep=9")
+    trained(data, tmp_path / "run", 5, *options)
+    shutil.copytree(tmp_path / "run", tmp_path / "ranks", symlinks=True)
+    trained(data, tmp_path / "run", STEPS, *options)
+    run_distributed(
+        trained, 2, data, tmp_path / "ranks", STEPS, *options, f"sharding.types={sharding}"
+    )
+    steps = [tmp_path / name / f"checkpoints/step_{STEPS}" for name in ("run", "ranks")]
+    whole, on_ranks = (read_index(step).tensors for step in steps)
+    for name in whole:
+        if name.startswith(("keys.", "tables.")):
+            own, wanted = on_ranks[name].array(), whole[name].array()
+            np.testing.assert_allclose(own, wanted, atol=2e-6, rtol=2e-5, err_msg=name)
+    base = tmp_path / "ranks/checkpoints/step_0"
+    export_tables(steps[1], tmp_path / "wanted", Selection(parts=[*Component], optimizer=False))
+    replay(base, [str(tmp_path / "ranks/deltas")], tmp_path / "replayed")
+    for path in (tmp_path / "wanted").iterdir():
+        assert (tmp_path / "replayed" / path.name).read_bytes() == path.read_bytes(), path.name
+    predicted, _ = predicted_by_both_ways(data, steps[0], tmp_path, EXPANDED)
+    assert len(np.unique(predicted)) == TEST_ROWS
 
 
 def test_keys_without_a_row_are_groups_of_their_own(data):

@@ -26,5 +26,4 @@ RULE = TableRule(
     kernel=_kernel,
     states=(StateField("momentum1"),),
     leaves_untouched_rows=True,
-    keeps_frozen_weights=True,
 )

@@ -33,5 +33,4 @@ RULE = TableRule(
     states=(StateField("momentum1"), StateField("momentum2")),
     uses_step=True,
     leaves_untouched_rows=True,
-    keeps_frozen_weights=True,
 )

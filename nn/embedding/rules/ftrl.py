@@ -46,7 +46,9 @@ def _kernel(weight, gradient, state1, state2, step):
     z += gradient * (step.rate / alpha) - weight * ((new_root - root) / alpha)
     sign = tl.where(z > 0, 1.0, -1.0)
     solved = (sign * l1 - z) / ((beta + new_root) / alpha + l2)
-    return tl.where(tl.abs(z) <= l1, 0.0, solved), z, n
+    solved = tl.where(tl.abs(z) <= l1, 0.0, solved)
+    # Solving for the weight rounds it.
+    return tl.where(tl.max(tl.abs(gradient), 0) == 0, weight, solved), z, n
 
 
 RULE = TableRule(

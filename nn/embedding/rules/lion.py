@@ -38,5 +38,4 @@ RULE = TableRule(
     states=(StateField("momentum1"),),
     defaults={"beta1": 0.9, "beta2": 0.99},
     leaves_untouched_rows=True,
-    keeps_frozen_weights=True,
 )

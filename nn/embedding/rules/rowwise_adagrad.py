@@ -24,5 +24,4 @@ RULE = TableRule(
     states=(StateField("momentum1", per_row=True),),
     columns_may_be_cut=False,
     leaves_untouched_rows=True,
-    keeps_frozen_weights=True,
 )

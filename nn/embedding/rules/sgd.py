@@ -15,10 +15,4 @@ def _kernel(weight, gradient, state1, state2, step):
     return weight - step.rate * gradient, state1, state2
 
 
-RULE = TableRule(
-    name="sgd",
-    update=_update,
-    kernel=_kernel,
-    leaves_untouched_rows=True,
-    keeps_frozen_weights=True,
-)
+RULE = TableRule(name="sgd", update=_update, kernel=_kernel, leaves_untouched_rows=True)

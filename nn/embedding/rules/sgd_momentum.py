@@ -34,5 +34,4 @@ RULE = TableRule(
     options=("momentum", "nesterov"),
     defaults={"momentum": 0.9, "nesterov": 0},
     leaves_untouched_rows=True,
-    keeps_frozen_weights=True,
 )

@@ -8,6 +8,7 @@ the hardware's approximate tanh, whose error is below that of 16 bits; one such 
 tensor cores, so nothing else may be as slow. Factors that are the same for all scores come at the end.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from nn.ops.column_blocks import GradientBlocks
 from nn.ops.hstu_attention import JaggedPositions
 
 # Columns of a head are powers of two, of at least 16 for tensor cores.
@@ -37,15 +39,20 @@ def attend(
     keys: JaggedPositions,
     queries: JaggedPositions,
     num_candidates: int,
+    gradients: tuple[GradientBlocks, Sequence[int]] | None = None,
 ) -> Tensor:
-    """Compute `nn.ops.hstu_attention.hstu_attention` without a bias."""
+    """Compute `nn.ops.hstu_attention.hstu_attention` without a bias.
+
+    `gradients`: blocks for those of q, k and v, which are as large, and the numbers of the three.
+    """
     columns = q.shape[-1]
     padding = max(16, triton.next_power_of_2(columns)) - columns
     if padding:
         q, k, v = (pad(of, (0, padding)) for of in (q, k, v))
+        gradients = None
     # One number for all samples has a stride of 0.
     norm = norm.contiguous()
-    out = _Attention.apply(q, k, v, norm, keys, queries, num_candidates, columns**-0.5)
+    out = _Attention.apply(q, k, v, norm, keys, queries, num_candidates, columns**-0.5, gradients)
     return out[..., :columns] if padding else out
 
 
@@ -61,9 +68,11 @@ class _Attention(torch.autograd.Function):
         queries: JaggedPositions,
         num_candidates: int,
         scale: float,
+        gradients: tuple[GradientBlocks, Sequence[int]] | None,
     ) -> Tensor:
         q, k, v = (_with_packed_heads(of) for of in (q, k, v))
         ctx.positions, ctx.options = (keys, queries), (num_candidates, scale)
+        ctx.gradients = gradients
         ctx.save_for_backward(q, k, v, norm)
         out = _empty(q)
         blocks = _blocks(FORWARD, q, queries)
@@ -77,13 +86,17 @@ class _Attention(torch.autograd.Function):
         q, k, v, norm = ctx.saved_tensors
         keys, queries = ctx.positions
         grad = grad.contiguous()
-        of_q, of_k, of_v = _empty(q), _empty(k), _empty(v)
+        if ctx.gradients is None:
+            of_q, of_k, of_v = _empty(q), _empty(k), _empty(v)
+        else:
+            blocks, numbers = ctx.gradients
+            of_q, of_k, of_v = (blocks.block(n).unflatten(1, q.shape[1:]) for n in numbers)
         inputs = (q, k, v, *_positions(keys, queries), norm, grad)
-        blocks = _blocks(OF_KEYS, q, queries)
-        _launch(_of_keys, keys, "BLOCK_K", blocks, (*inputs, of_k, of_v), q, k, v, *ctx.options)
-        blocks = _blocks(OF_QUERIES, q, queries)
-        _launch(_of_queries, queries, "BLOCK_Q", blocks, (*inputs, of_q), q, k, v, *ctx.options)
-        return of_q, of_k, of_v, None, None, None, None, None
+        sizes = _blocks(OF_KEYS, q, queries)
+        _launch(_of_keys, keys, "BLOCK_K", sizes, (*inputs, of_k, of_v), q, k, v, *ctx.options)
+        sizes = _blocks(OF_QUERIES, q, queries)
+        _launch(_of_queries, queries, "BLOCK_Q", sizes, (*inputs, of_q), q, k, v, *ctx.options)
+        return of_q, of_k, of_v, *[None] * 6
 
 
 def _with_packed_heads(values: Tensor) -> Tensor:
@@ -130,6 +143,7 @@ def _launch(
         Q_STRIDE=q.stride(0),
         K_STRIDE=k.stride(0),
         V_STRIDE=v.stride(0),
+        OUT_STRIDE=arguments[-1].stride(0),
         HEADS=heads,
         COLUMNS=q.shape[2],
         CANDIDATES=num_candidates,
@@ -178,6 +192,7 @@ def _clear(
     num_blocks,
     num_samples,
     num_positions,
+    STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -186,12 +201,12 @@ def _clear(
     program = tl.program_id(0) - num_samples * num_blocks * HEADS
     start = (tl.load(starts + num_samples - 1) + tl.load(lengths + num_samples - 1)).to(tl.int64)
     count = (num_positions - start).to(tl.int32)
-    out += start * (HEADS * COLUMNS) + program % HEADS * COLUMNS
+    out += start * STRIDE + program % HEADS * COLUMNS
     zeros = tl.zeros([BLOCK, COLUMNS], tl.float32)
     for first in range(program // HEADS * BLOCK, count, num_blocks * BLOCK):
         # As many positions as samples may leave unused, times their columns, exceed 32 bits.
         row = first + tl.arange(0, BLOCK).to(tl.int64)
-        _store(out, row, HEADS * COLUMNS, count, zeros, COLUMNS)
+        _store(out, row, STRIDE, count, zeros, COLUMNS)
 
 
 @triton.jit
@@ -228,6 +243,7 @@ def _forward(
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -244,6 +260,7 @@ def _forward(
             num_blocks,
             num_samples,
             num_positions,
+            OUT_STRIDE,
             HEADS,
             COLUMNS,
             BLOCK_Q,
@@ -280,8 +297,8 @@ def _forward(
         weights = tl.where(seen, h * _one_plus_tanh(h, APPROXIMATE), 0.0)
         sums = tl.dot(weights.to(values.dtype), values, sums, input_precision=PRECISION)
     sums = sums / tl.load(norm + sample).to(tl.float32)
-    stride = HEADS * COLUMNS
-    _store(out + q_start * stride + head * COLUMNS, rows, stride, q_length, sums, COLUMNS)
+    out += q_start * OUT_STRIDE + head * COLUMNS
+    _store(out, rows, OUT_STRIDE, q_length, sums, COLUMNS)
 
 
 @triton.jit
@@ -304,6 +321,7 @@ def _of_keys(
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -313,12 +331,19 @@ def _of_keys(
     BLOCK_K: tl.constexpr,
 ):
     if tl.program_id(0) >= num_samples * num_blocks * HEADS:
-        _clear(
-            of_k, starts, lengths, num_blocks, num_samples, num_positions, HEADS, COLUMNS, BLOCK_K
-        )
-        _clear(
-            of_v, starts, lengths, num_blocks, num_samples, num_positions, HEADS, COLUMNS, BLOCK_K
-        )
+        for of in tl.static_range(2):
+            _clear(
+                of_k if of == 0 else of_v,
+                starts,
+                lengths,
+                num_blocks,
+                num_samples,
+                num_positions,
+                OUT_STRIDE,
+                HEADS,
+                COLUMNS,
+                BLOCK_K,
+            )
         return
     # The first keys have most queries, and begin first.
     block, sample, head, start, length, q_start, q_length = _sample(
@@ -361,9 +386,9 @@ def _of_keys(
             k_sums = tl.dot(of_scores.to(of_rows.dtype), of_rows, k_sums, input_precision=PRECISION)
     inverse = 1.0 / tl.load(norm + sample).to(tl.float32)
     k_sums = k_sums * (0.5 * scale * inverse)
-    target = start * stride + head * COLUMNS
-    _store(of_k + target, key, stride, length, k_sums, COLUMNS)
-    _store(of_v + target, key, stride, length, v_sums * inverse, COLUMNS)
+    target = start * OUT_STRIDE + head * COLUMNS
+    _store(of_k + target, key, OUT_STRIDE, length, k_sums, COLUMNS)
+    _store(of_v + target, key, OUT_STRIDE, length, v_sums * inverse, COLUMNS)
 
 
 @triton.jit
@@ -385,6 +410,7 @@ def _of_queries(
     Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
+    OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     CANDIDATES: tl.constexpr,
@@ -401,6 +427,7 @@ def _of_queries(
             num_blocks,
             num_samples,
             num_positions,
+            OUT_STRIDE,
             HEADS,
             COLUMNS,
             BLOCK_Q,
@@ -418,8 +445,8 @@ def _of_queries(
     k += start * K_STRIDE + head * COLUMNS
     v += start * V_STRIDE + head * COLUMNS
     of_rows = _rows(q + q_start * Q_STRIDE + head * COLUMNS, rows, Q_STRIDE, q_length, COLUMNS)
-    target = q_start * stride + head * COLUMNS
-    grads = _rows(grad + target, rows, stride, q_length, COLUMNS)
+    grad += q_start * stride + head * COLUMNS
+    grads = _rows(grad, rows, stride, q_length, COLUMNS)
     sums = tl.zeros([BLOCK_Q, COLUMNS], tl.float32)
     # All blocks are masked: at 512 positions a second loop costs more than the masks do.
     for n in range(0, tl.minimum(length - q_length + row + BLOCK_Q, length), BLOCK_K):
@@ -433,4 +460,5 @@ def _of_queries(
         of_scores = of_weights * (u + h * u * (2.0 - u))
         sums = tl.dot(of_scores.to(of_keys.dtype), of_keys, sums, input_precision=PRECISION)
     factor = 0.5 * scale / tl.load(norm + sample).to(tl.float32)
-    _store(of_q + target, rows, stride, q_length, sums * factor, COLUMNS)
+    of_q += q_start * OUT_STRIDE + head * COLUMNS
+    _store(of_q, rows, OUT_STRIDE, q_length, sums * factor, COLUMNS)

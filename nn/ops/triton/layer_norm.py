@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nn.ops.column_blocks import GradientBlocks
 from nn.ops.dropout_mask import DropoutMask
 from nn.ops.triton.column_sums import column_sums
 from nn.ops.triton.dropout import is_kept, row_bits
@@ -57,12 +58,14 @@ def gate(
     at: tuple[Tensor, Tensor],
     *,
     concat: bool,
+    gradients: GradientBlocks | None = None,
 ) -> Tensor:
     """Map u [R, C], whose rows may be further apart, and a [R, C] to dropout([s, a, s * LN(a)]) with s = silu(u), [R, 3 C].
 
     Without `concat` it is the last of the three, [R, C]. `mask`, `at`: of `DropoutMask.apply`; no mask drops nothing.
+    `gradients`: blocks, of which the first is for that of u.
     """
-    return _Gate.apply(u, a, weight, bias, (eps, mask, at, concat))
+    return _Gate.apply(u, a, weight, bias, (eps, mask, at, concat), gradients)
 
 
 class _Norm(torch.autograd.Function):
@@ -94,8 +97,15 @@ class _Norm(torch.autograd.Function):
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, u: Tensor, a: Tensor, weight: Tensor, bias: Tensor, options: tuple[Any, ...]
+        ctx: Any,
+        u: Tensor,
+        a: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        options: tuple[Any, ...],
+        gradients: GradientBlocks | None,
     ) -> Tensor:
+        ctx.gradients = gradients
         a = a.contiguous()
         u = u if u.stride(1) == 1 else u.contiguous()
         ctx.save_for_backward(u, a, weight, bias)
@@ -109,12 +119,14 @@ class _Gate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         u, a, weight, bias = ctx.saved_tensors
-        of_u, of_a = torch.empty_like(a), torch.empty_like(a)
+        of_u = torch.empty_like(a) if ctx.gradients is None else ctx.gradients.block(0)
+        of_a = torch.empty_like(a)
         programs, rest = _gate_arguments(u, a, GATE_BACKWARD, *ctx.options)
         sums = _partial_sums(a, programs)
         results = of_u, of_a, sums
+        rest["of_u_stride"] = of_u.stride(0)
         _gate_gradient[(len(sums),)](grad.contiguous(), u, a, weight, bias, results, **rest)
-        return of_u, of_a, *_total(sums, weight), None
+        return of_u, of_a, *_total(sums, weight), None, None
 
 
 def _layout(x: Tensor, elements: int, **options: Any) -> tuple[int, int, Shape, int]:
@@ -286,7 +298,21 @@ def _gate(u, a, weight, bias, out, at, key, threshold, scale, rows, u_stride, ep
 
 @triton.jit(do_not_specialize=["key", "threshold", "rows"])
 def _gate_gradient(
-    grad, u, a, weight, bias, out, at, key, threshold, scale, rows, u_stride, eps, S: tl.constexpr
+    grad,
+    u,
+    a,
+    weight,
+    bias,
+    out,
+    at,
+    key,
+    threshold,
+    scale,
+    rows,
+    u_stride,
+    of_u_stride,
+    eps,
+    S: tl.constexpr,
 ):
     column, factor, shift = parameters(weight, bias, S)
     of_weight, of_bias = zeros(S), zeros(S)
@@ -314,6 +340,6 @@ def _gate_gradient(
             direct = load(here, S.C + column, inside)
             result += _dropped(direct, bits, first + S.C + column, threshold, scale, S)
         of_u = of_activated * share * (1 + raw * (1 - share))
-        store(out[0], row * S.C + column, of_u, inside)
+        store(out[0], row * of_u_stride + column, of_u, inside)
         store(out[1], row * S.C + column, result, inside)
     store_sums(out[2], of_weight, of_bias, column, S)

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from nn.layers.hstu import SampleParts
 from nn.layers.sequence_events import SequenceEvents
+from nn.ops.column_blocks import column_blocks
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
-from tests.helpers.gpus import needs_no_gpu, needs_one_gpu
+from tests.helpers.gpus import needs_gpus, needs_no_gpu, needs_one_gpu
 
 triton_attention = pytest.importorskip("nn.ops.triton.hstu_attention")
 
@@ -58,6 +59,38 @@ def test_the_interpreted_kernels_equal_plain_torch(num_candidates, columns, few,
     got = outcome(kernels, packed, at, num_candidates, few=few)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def gradient_of_blocks(device: str, columns: int, *, are_written: bool) -> Tensor:
+    """Return the gradient of [u, v, q, k] side by side through gate and attention."""
+    from nn.ops.triton.layer_norm import gate
+
+    at = positions_of([5, 40, 1], spare=30, device=device)
+    draw = torch.Generator().manual_seed(2)
+    of_gate = torch.rand(2, 2 * columns, generator=draw).to(device)
+    rows = torch.randn(len(at.samples), 8 * columns, generator=draw).to(device).requires_grad_()
+    (u, v, q, k), gradients = column_blocks(rows, 4)
+    v, q, k = (of.unflatten(1, (2, columns)) for of in (v, q, k))
+    norm, of_qkv = at.lengths.float() + 1, (gradients, (2, 3, 1))
+    a = triton_attention.attend(q, k, v, norm, at, at, 1, of_qkv if are_written else None)
+    y = gate(
+        *(u, a.flatten(1), *of_gate, 1e-6, None, (at.samples, at.offsets)),
+        concat=True,
+        gradients=gradients if are_written else None,
+    )
+    weight = torch.randn(y.shape, generator=draw).to(device) * at.is_inside[:, None]
+    return torch.autograd.grad(y, rows, weight)[0]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpus(1))])
+def test_gradients_are_written_side_by_side_where_others_are_joined(monkeypatch, device):
+    joined = [gradient_of_blocks(device, columns, are_written=False) for columns in (16, 32)]
+    cat = []
+    monkeypatch.setattr(torch, "cat", lambda *_, **__: cat.append(1))
+    written = [gradient_of_blocks(device, columns, are_written=True) for columns in (16, 32)]
+    monkeypatch.undo()
+    assert not cat
+    assert all(map(torch.equal, written, joined))
 
 
 def relative_errors(

@@ -194,7 +194,7 @@ def build_layer_norm() -> None:
         dtypes, block = matrices | of_columns | numbers, next_power_of_2(columns)
         width = columns * (3 if chosen else 1)
         shape = kernels.Shape(columns, block, 2048 // block, width, chosen, chosen)
-        aligned = [*matrices, *of_columns, "u_stride"] * (columns != 100)
+        aligned = [*matrices, *of_columns, "u_stride", "of_u_stride"] * (columns != 100)
         for kernel in (kernels._norm, kernels._norm_gradient, kernels._gate):
             build(kernel, dtypes, aligned=aligned, S=shape)
         results = {"out": (dtype, dtype, "*fp32")}
@@ -233,7 +233,7 @@ def build_hstu_attention() -> None:
     dtypes |= dict.fromkeys(("starts", "lengths", "q_starts", "q_lengths", "norm"), "*i64")
     dtypes["scale"] = "fp32"
     head = {"HEADS": 4, "COLUMNS": 128, "CANDIDATES": 1, "APPROXIMATE": True, "PRECISION": "tf32"}
-    head |= dict.fromkeys(("Q_STRIDE", "K_STRIDE", "V_STRIDE"), 4 * 512)
+    head |= dict.fromkeys(("Q_STRIDE", "K_STRIDE", "V_STRIDE", "OUT_STRIDE"), 4 * 512)
     for name, blocks in (
         ("_forward", kernels.FORWARD),
         ("_of_keys", kernels.OF_KEYS),

@@ -239,7 +239,7 @@ def test_the_expected_reads_are_those_of_a_tier(exponent, drawn, buffer_rows, tm
         live.append(tier.map(batch.ids, [group], need))
         if len(live) == 2:
             live.pop(0).release(is_trained=True)
-        read.append(tier.take_counts().disk_rows_in)
+        read.append(tier.take_counts()["disk_rows_in"])
     tier.close()
     ring = max(ring_slots(slots), live_rows)
     traffic = IdTraffic(power_law_share(rows, exponent), rows, drawn)

@@ -225,7 +225,7 @@ def with_kernels() -> list[tuple[list[float], list[torch.Tensor]]]:
             tables = built.step.tables
             found.append((losses, [shard.weight.clone() for shard in tables.shards()]))
             if tables.tier is not None:
-                assert tables.tier.take_counts().rows_in > 0
+                assert tables.tier.take_counts()["rows_in"] > 0
     return found
 
 

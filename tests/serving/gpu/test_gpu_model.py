@@ -111,18 +111,6 @@ def test_ids_of_more_than_31_bits_are_refused(model):
         GpuModel.load(model, wide, max_batch=32, device="cpu")
 
 
-@pytest.fixture
-def one_lookup_at_a_time(monkeypatch) -> None:
-    """Triton interprets in one thread only."""
-    look_up, lock = lookup.ServedLookup.__call__, threading.Lock()
-
-    def alone(self, block, out) -> None:
-        with lock:
-            look_up(self, block, out)
-
-    monkeypatch.setattr(lookup.ServedLookup, "__call__", alone)
-
-
 @pytest.mark.parametrize("model", ["fp32"], indirect=True)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpus(1))])
 @pytest.mark.usefixtures("one_lookup_at_a_time")

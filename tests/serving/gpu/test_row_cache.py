@@ -1,10 +1,14 @@
 """Rows that requests ask for move to the GPU, and no score changes; Triton interprets here."""
 
+import shutil
+import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from serving.gpu import lookup, row_cache
 from serving.gpu.model import GpuModel
@@ -14,6 +18,7 @@ from serving.inference.model_rows import RaggedIds, Rows
 from serving.manifest import Manifest
 from tests.helpers.gpus import needs_gpus
 from tests.serving.handmade_model import TABLE_BYTES, some_rows, write_model
+from tests.serving.served_models import serving, tensor
 
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpus(1))]
 BATCHES = 20
@@ -89,3 +94,72 @@ def test_samples_take_a_fiftieth_of_the_time(model, monkeypatch):
     assert counted[0] > 0
     gpu.scores(some_rows(2, 2))
     assert gpu.sampled.lookups > counted[0]
+
+
+@pytest.mark.parametrize("model", ["fp32"], indirect=True)
+def test_a_sample_has_rows_of_every_request_of_a_batch(model):
+    gpu = GpuModel.load(
+        model, Manifest.read(model), max_batch=48, table_bytes=TABLE_BYTES["fp32"], device="cpu"
+    )
+    requests = [near(some_rows(1, 2, seed), 200, 30) for seed in range(40)]
+    asked = [rows.ids[:, 1:4].numel() + len(rows.ragged["list"].values) for rows in requests]
+    gpu.scores(*requests)
+    assert gpu.sampled.lookups == sum(asked)
+
+
+def inputs_of(rows: Rows) -> list[dict]:
+    """Return the inputs of a request, as JSON."""
+    found = [
+        tensor("numerical", "FP32", rows.numerical.tolist()),
+        tensor("ids", "INT64", rows.ids.tolist()),
+    ]
+    for name, own in rows.ragged.items():
+        ids = pad_sequence(own.values.split(own.lengths.tolist()), True, -1)
+        found.append(tensor(name, "INT64", ids.tolist()))
+    return found
+
+
+@pytest.mark.parametrize("model", ["fp32"], indirect=True)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("one_lookup_at_a_time")
+def test_answers_keep_their_bits_while_rows_move_and_a_version_is_loaded(
+    model, device, tmp_path, monkeypatch
+):
+    """Every answer is that of a model without moves, and the metrics say where the rows were."""
+    torch.set_float32_matmul_precision("highest")
+    root, next_one = tmp_path / "models", tmp_path / "next"
+    for path in (root / "1", next_one):
+        shutil.copytree(model, path)
+    for file in (next_one / "tables").iterdir():
+        file.write_bytes(np.flip(np.fromfile(file, np.float32)).tobytes())
+    load = partial(GpuModel.load, max_batch=32, table_bytes=TABLE_BYTES["fp32"], device=device)
+    # No rates: a request without them.
+    requests = [near(some_rows(20, 6, 2 * seed), 200, 30) for seed in range(BATCHES)]
+    with monkeypatch.context() as without:
+        without.setattr(RowCache, "learn", lambda *_: None)
+        still = {"1": load(root / "1", Manifest.read(model))}
+        still["2"] = load(next_one, Manifest.read(model))
+        wanted = {name: [of.scores(rows) for rows in requests] for name, of in still.items()}
+    monkeypatch.setattr(row_cache, "REST", 0)
+    monkeypatch.setattr("serving.run.model_loader", lambda *_: load)
+    asked = {"1": 0, "2": 0}
+    with serving(root, verify=False, poll_s=0.05) as client:
+        started = time.monotonic()
+        while asked["2"] < 2 * BATCHES:
+            assert time.monotonic() < started + 60, asked
+            number = sum(asked.values()) % BATCHES
+            status, answer = client.infer(inputs_of(requests[number]), "m")
+            assert status == 200, answer
+            version = answer["model_version"]
+            scores = np.float32([output["data"] for output in answer["outputs"]]).T
+            assert np.array_equal(scores, wanted[version][number].numpy()), version
+            asked[version] += 1
+            if asked["1"] == BATCHES:
+                next_one.rename(root / "2")
+        sampled = client.service._models[0].current.model.sampled
+        text = client.call("/metrics")[1].decode()
+    assert asked["1"] >= BATCHES
+    for name, count in (("lookups", sampled.lookups), ("hits", sampled.hits)):
+        assert f'serving_sampled_{name}_total{{model="m"}} {float(count)}' in text
+    # Of the second version alone, whose first batches had none of these rows on the GPU.
+    assert 0.5 < sampled.hits / sampled.lookups < 1
