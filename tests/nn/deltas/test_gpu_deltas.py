@@ -2,9 +2,12 @@
 
 import pytest
 
+from nn.checkpoint.tensor_index import read_index
 from nn.deltas import writer
+from nn.deltas.delta import read_delta
 from tests.helpers.gpus import needs_one_gpu
 from tests.nn.deltas.test_replay import assert_replayed, run
+from tests.nn.deltas.test_touched_rows import assert_integers
 
 BF16_TABLES = ("model.embedding_dtype=bf16", "optimizer.embedding_l2=0.01")
 
@@ -22,3 +25,12 @@ BF16_TABLES = ("model.embedding_dtype=bf16", "optimizer.embedding_l2=0.01")
 def test_the_replay_is_the_export_byte_for_byte(tmp_path, monkeypatch, options, free_memory):
     monkeypatch.setattr(writer, "FREE_MEMORY", free_memory)
     assert_replayed(run(tmp_path / "run", *options, device="cuda"), tmp_path)
+
+
+@needs_one_gpu
+@pytest.mark.parametrize(("dtype", "free_memory"), [("int8", writer.FREE_MEMORY), ("int4", 0.0)])
+def test_integers_are_those_of_the_checkpoint(tmp_path, monkeypatch, dtype, free_memory):
+    monkeypatch.setattr(writer, "FREE_MEMORY", free_memory)
+    run(tmp_path, f"checkpoint.delta_dtype={dtype}", device="cuda")
+    delta = read_delta(tmp_path / "deltas/step_32")
+    assert_integers(delta, read_index(tmp_path / "checkpoints/step_32"), dtype)

@@ -126,11 +126,12 @@ def run() -> None:
                 BLOCK=32,
                 BLOCK_D=128,
             )
-    positions = _served_lookup.arg_names[4:17]
+    names = _served_lookup.arg_names
+    positions = names[names.index("hot_offset") : names.index("num_samples")]
     of_rows = dict.fromkeys(_cold_rows.arg_names[6:11], "*i64")
     for weights, is_complete in (("*i8", False), ("*bf16", True)):
         kind = dict.fromkeys(["HAS_COLD", "HAS_RAGGED"], not is_complete)
-        dtypes = {"weights": weights, "scales": "*fp32"}
+        dtypes = {"weights": weights, "scales": "*fp32", "places": "*i32"}
         scaled = {"HAS_SCALES": not is_complete, "ALIGN": 16, "BLOCK_D": 128}
         numbers = dict.fromkeys(positions, "*i64")
         build(_served_lookup, dtypes | numbers, BLOCK=32, **kind, **scaled)
