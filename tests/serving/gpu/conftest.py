@@ -1,4 +1,4 @@
-"""What tests of models on a GPU share."""
+"""Fixtures of the tests of models on a GPU."""
 
 import threading
 

@@ -1,6 +1,13 @@
-"""Tables in mapped files: a file that exceeds memory is served, of every dtype, and one that is too short is refused."""
+"""Tables in mapped files: a file that exceeds memory is served, of every dtype, and one that is too short is refused.
 
+Processes that map one file share its memory.
+"""
+
+import mmap
+import multiprocessing as mp
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +17,7 @@ from serving.inference.tables import MappedTable
 from serving.manifest import SCALED, TABLE_BITS, Table
 
 COLUMNS = 16
+PROCESSES = 3
 
 
 @pytest.mark.parametrize("dtype", TABLE_BITS)
@@ -43,3 +51,44 @@ def test_a_table_larger_than_memory_is_looked_up(tmp_path, dtype):
     os.truncate(tmp_path / table.file, table.rows * row_bytes - 1)
     with pytest.raises(ValueError, match="greater than file size"):
         MappedTable(tmp_path, table, dtype)
+
+
+def memory_of_reader(directory: Path, table: Table, dtype: str, all_have_read) -> dict[str, int]:
+    """Read a row of every page; return the process's bytes of the file, and what it has grown by beside, when all have."""
+    found = MappedTable(directory, table, dtype)
+    before = memory("RssAnon", "/proc/self/status")
+    of_page = mmap.PAGESIZE // table.row_bytes(dtype)
+    for ids in torch.arange(0, table.rows, of_page).split(1 << 13):
+        found.rows(ids)
+    all_have_read.wait(60)
+    maps = Path("/proc/self/smaps").read_text()
+    (of_file,) = re.findall(rf"^[^\n]*{re.escape(table.file)}\n.*?VmFlags", maps, re.M | re.S)
+    values = {
+        name: 1024 * int(re.search(rf"^{name}: +(\d+)", of_file, re.M)[1])
+        for name in ("Rss", "Pss", "Anonymous")
+    }
+    all_have_read.wait(60)
+    return values | {"beside": memory("RssAnon", "/proc/self/status") - before}
+
+
+def memory(name: str, path: str) -> int:
+    return 1024 * int(re.search(rf"^{name}:\s+(\d+)", Path(path).read_text(), re.M)[1])
+
+
+@pytest.mark.parametrize("dtype", TABLE_BITS)
+def test_processes_that_serve_one_table_have_it_in_memory_once(tmp_path, dtype):
+    table = Table("t", 1 << 22, COLUMNS, "sum", ["f"])
+    num_bytes = table.rows * COLUMNS * TABLE_BITS[dtype] // 8
+    (tmp_path / "tables").mkdir()
+    for file, size in ((table.file, num_bytes), (table.scale_file, 4 * table.rows)):
+        (tmp_path / file).touch()
+        os.truncate(tmp_path / file, size)
+    context = mp.get_context("forkserver")
+    with context.Manager() as manager, context.Pool(PROCESSES) as pool:
+        all_have_read = manager.Barrier(PROCESSES)
+        arguments = [(tmp_path, table, dtype, all_have_read)] * PROCESSES
+        found = pool.starmap(memory_of_reader, arguments, chunksize=1)
+    assert min(of["Rss"] for of in found) > 0.9 * num_bytes
+    assert sum(of["Pss"] for of in found) <= 1.01 * num_bytes
+    assert [of["Anonymous"] for of in found] == [0] * PROCESSES
+    assert max(of["beside"] for of in found) < num_bytes / 2
