@@ -189,15 +189,14 @@ def _clear(
     out,
     starts,
     lengths,
-    num_blocks,
-    num_samples,
-    num_positions,
+    counts,
     STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Store zeros at the positions behind the last sample's."""
+    """Store zeros at the positions behind the last sample's; `counts` of blocks, samples and positions."""
+    num_blocks, num_samples, num_positions = counts
     program = tl.program_id(0) - num_samples * num_blocks * HEADS
     start = (tl.load(starts + num_samples - 1) + tl.load(lengths + num_samples - 1)).to(tl.int64)
     count = (num_positions - start).to(tl.int32)
@@ -253,18 +252,8 @@ def _forward(
     BLOCK_K: tl.constexpr,
 ):
     if tl.program_id(0) >= num_samples * num_blocks * HEADS:
-        _clear(
-            out,
-            q_starts,
-            q_lengths,
-            num_blocks,
-            num_samples,
-            num_positions,
-            OUT_STRIDE,
-            HEADS,
-            COLUMNS,
-            BLOCK_Q,
-        )
+        counts = num_blocks, num_samples, num_positions
+        _clear(out, q_starts, q_lengths, counts, OUT_STRIDE, HEADS, COLUMNS, BLOCK_Q)
         return
     block, sample, head, start, length, q_start, q_length = _sample(
         num_blocks, starts, lengths, q_starts, q_lengths, HEADS
@@ -331,19 +320,9 @@ def _of_keys(
     BLOCK_K: tl.constexpr,
 ):
     if tl.program_id(0) >= num_samples * num_blocks * HEADS:
-        for of in tl.static_range(2):
-            _clear(
-                of_k if of == 0 else of_v,
-                starts,
-                lengths,
-                num_blocks,
-                num_samples,
-                num_positions,
-                OUT_STRIDE,
-                HEADS,
-                COLUMNS,
-                BLOCK_K,
-            )
+        counts = num_blocks, num_samples, num_positions
+        _clear(of_k, starts, lengths, counts, OUT_STRIDE, HEADS, COLUMNS, BLOCK_K)
+        _clear(of_v, starts, lengths, counts, OUT_STRIDE, HEADS, COLUMNS, BLOCK_K)
         return
     # The first keys have most queries, and begin first.
     block, sample, head, start, length, q_start, q_length = _sample(
@@ -420,18 +399,8 @@ def _of_queries(
     BLOCK_K: tl.constexpr,
 ):
     if tl.program_id(0) >= num_samples * num_blocks * HEADS:
-        _clear(
-            of_q,
-            q_starts,
-            q_lengths,
-            num_blocks,
-            num_samples,
-            num_positions,
-            OUT_STRIDE,
-            HEADS,
-            COLUMNS,
-            BLOCK_Q,
-        )
+        counts = num_blocks, num_samples, num_positions
+        _clear(of_q, q_starts, q_lengths, counts, OUT_STRIDE, HEADS, COLUMNS, BLOCK_Q)
         return
     block, sample, head, start, length, q_start, q_length = _sample(
         num_blocks, starts, lengths, q_starts, q_lengths, HEADS
