@@ -143,7 +143,14 @@ def main() -> None:
     """Train the model of the command line."""
     folder, name, root, settings, epochs, batch_size, seed = sys.argv[1:]
     torch.set_num_threads(1)
-    job = Path(folder), name, Path(root), json.loads(settings)
+    # JSON has no tuples, in which FuxiCTR takes several fields as one.
+    values = {
+        key: [tuple(part) if isinstance(part, list) else part for part in value]
+        if isinstance(value, list)
+        else value
+        for key, value in json.loads(settings).items()
+    }
+    job = Path(folder), name, Path(root), values
     for result in train(*job, int(epochs), int(batch_size), int(seed)):
         print(json.dumps(result), flush=True)
 
