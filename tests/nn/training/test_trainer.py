@@ -29,6 +29,7 @@ SUMMARY_FIELDS = {
     "stopped",
     "test_auc",
     "test_log_loss",
+    "split",
     "test_rows",
     "best_test_auc",
     "best_step",
