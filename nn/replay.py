@@ -22,7 +22,7 @@ from nn.checkpoint.directory import DELTA
 from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import TensorIndex
 from nn.deltas.chain import open_chain
-from nn.deltas.delta import KEYS, Delta, chain_of
+from nn.deltas.delta import KEYS, Delta, chain_of, size_of
 from nn.deltas.table_rows import Replayed, replayed_keys, replayed_table
 from nn.export.array_files import ArraySource
 from nn.export.tables import Exported, Selection, write_export
@@ -87,11 +87,10 @@ def summary(chain: Sequence[Delta], output: str) -> str:
     """Return the line that the command prints."""
     touched = sum(table.touched for delta in chain for table in delta.tables.values())
     retired = sum(table.tombstones for delta in chain for table in delta.tables.values())
-    size = f"{sum(delta.num_bytes for delta in chain) / 2**20:,.1f} MiB"
     steps = f"steps {chain[0].parent.step:,} to {chain[-1].end.step:,}"
     plural = "" if len(chain) == 1 else "s"
     also = f", {retired:,} retired" if retired else ""
-    return f"{len(chain)} delta{plural}, {steps}, {touched:,} changed rows{also}, {size}, written to {output}"
+    return f"{len(chain)} delta{plural}, {steps}, {touched:,} changed rows{also}, {size_of(chain)}, written to {output}"
 
 
 def run(config: ReplayConfig) -> None:

@@ -107,8 +107,12 @@ class Session:
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Complete the results of a mode that trains nothing; `summary` has what it measured."""
-        known = {"steps": self.start.num_steps, "teacher_auc": self.teacher_auc}
-        summary = empty_summary(self.metrics) | known | {"split": self.config.eval.split} | summary
+        known = {
+            "steps": self.start.num_steps,
+            "teacher_auc": self.teacher_auc,
+            "split": self.config.eval.split,
+        }
+        summary = empty_summary(self.metrics) | known | summary
         self.recorder.finish(summary, pictures=self.config.log.pictures)
         self.conclude(summary)
 

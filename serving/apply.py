@@ -15,16 +15,16 @@ def run(config: ApplyConfig) -> None:
     from nn.library_warnings import quiet_libraries
 
     quiet_libraries()
+    from nn.deltas.delta import size_of
     from serving.exporting.applied import apply_deltas
 
     manifest, chain = apply_deltas(base, config.deltas, output, config.fitted)
     rows = sum(table.touched for delta in chain for table in delta.tables.values())
-    size = f"{sum(delta.num_bytes for delta in chain) / 2**20:,.1f} MiB"
     plural = "" if len(chain) == 1 else "s"
     print(
         on_one_line(
-            f"{base} and {len(chain)} delta{plural} of {rows:,} rows, {size}, step {manifest.source['step']:,}, written "
-            f"to {output}"
+            f"{base} and {len(chain)} delta{plural} of {rows:,} rows, {size_of(chain)}, step {manifest.source['step']:,}, "
+            f"written to {output}"
         )
     )
     print(on_one_line(proof_line("proof", manifest.proof)))

@@ -17,7 +17,7 @@ delta holds. A checkpoint of the same step has the same `chain`. So a state has 
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,13 +95,15 @@ class Delta:
         return self.index.tensors.get(f"{KEYS}{keys}.keys")
 
     @property
-    def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.index.tensors.values())
-
-    @property
     def dense(self) -> dict[str, StoredTensor]:
         tensors = self.index.tensors.items()
         return {name: t for name, t in tensors if not name.startswith(("tables.", KEYS))}
+
+
+def size_of(chain: Sequence[Delta]) -> str:
+    """Return how large deltas are together, for people."""
+    tensors = (tensor for delta in chain for tensor in delta.index.tensors.values())
+    return f"{sum(tensor.num_bytes for tensor in tensors) / 2**20:,.1f} MiB"
 
 
 def identity(

@@ -37,7 +37,8 @@ class _ColumnBlocks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *blocks: Tensor) -> tuple[Tensor | None, ...]:
-        memory = ctx.gradients.memory
+        # The graph keeps the blocks until it ends, which is behind the gradients of the layers before.
+        memory, ctx.gradients.memory = ctx.gradients.memory, None
         if memory is not None:
             places = [_place(block) for block in memory.chunk(ctx.gradients.count, dim=1)]
             if places == [_place(block) for block in blocks]:

@@ -20,16 +20,8 @@ SAMPLES_PER_PROGRAM = (32, 256)
 FETCHED_FROM = 4096
 """Samples from which cold rows are fetched in the order of their addresses, behind the others' lookup."""
 ARGUMENTS = (
-    *(
-        "hot_offset",
-        "cold_offset",
-        "hot_rows",
-        "scale_offset",
-        "place_offset",
-        "columns",
-        "is_mean",
-    ),
-    *("first_id", "id_stride", "num_ids", "first_start", "out_column", "table_rows"),
+    *("hot_offset", "cold_offset", "hot_rows", "scale_offset", "place_offset", "columns"),
+    *("is_mean", "first_id", "id_stride", "num_ids", "first_start", "out_column", "table_rows"),
 )
 """Of a vector, in the kernel's order."""
 

@@ -15,9 +15,7 @@ class Vector:
     cold_offset: int  # likewise of row 0, as if the cold rows began with it
     hot_rows: int
     scale_offset: int  # of the first scale from the base
-    place_offset: (
-        int  # of the first row's place among those of all tables; 0 if all rows are on the GPU
-    )
+    place_offset: int  # of the first row's place among all places; 0 without places
     columns: int  # D
     is_mean: int  # whether the sum is divided by the number of ids
     first_id: int  # position of the first sample's first id in the block

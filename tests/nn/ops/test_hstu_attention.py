@@ -79,7 +79,9 @@ def gradient_of_blocks(device: str, columns: int, *, are_written: bool) -> Tenso
         gradients=gradients if are_written else None,
     )
     weight = torch.randn(y.shape, generator=draw).to(device) * at.is_inside[:, None]
-    return torch.autograd.grad(y, rows, weight)[0]
+    (grad,) = torch.autograd.grad(y, rows, weight)
+    assert gradients.memory is None, "the graph, which still exists, keeps it no longer"
+    return grad
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpus(1))])
