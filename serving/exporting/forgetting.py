@@ -158,9 +158,12 @@ def _in_checkpoint(path: Path, values: Values, datasets: Sequence[_Dataset]) -> 
 
 def _in_dataset(dataset: _Dataset, values: Values) -> str:
     count = len(dataset.ids)
-    forget_values(dataset.path, dataset.owner, values.texts)
+    events = forget_values(
+        dataset.path, dataset.owner, values.texts, {dataset.owner, values.feature}
+    )
     text = f"values removed: {count:,} of the vocabulary; rows of the splits keep the ids: make it again to train on it again"
-    return text if count else ""
+    of_latest = f"events of the next day removed: {events:,}"
+    return "; ".join([text] * bool(count) + [of_latest] * bool(events))
 
 
 def _in_model(directory: Path, values: Values, datasets: Sequence[_Dataset]) -> str:

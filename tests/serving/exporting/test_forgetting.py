@@ -194,6 +194,39 @@ def test_values_leave_vocabularies_and_the_next_day_follows(tmp_path, capsys):
     assert servable(tmp_path / "models") == ["2", "1"]
 
 
+@pytest.mark.parametrize(
+    "user", ["user_id", "{name: user_id, vocabulary: dynamic, capacity: 40}"], ids=["ids", "keys"]
+)
+def test_events_that_the_next_day_begins_with_leave(tmp_path, capsys, user):
+    lines = [f"{row % 2},u{row % 7},i{row % 5},{row}" for row in range(70)]
+    log = "{name: seen, of: [item], by: user_id, order_by: 'CAST(time AS INT)', length: 3}"
+    table = (
+        f"table={{sources: {{t: {{files: {tmp_path}/0.csv}}}}, order_by: ['CAST(time AS INT)'], "
+        f"label: {{name: y}}, categorical: [{user}, item], sequence: [{log}]}}"
+    )
+    (tmp_path / "0.csv").write_text("\n".join(["y,user_id,item,time", *lines]) + "\n")
+    preproc("dataset=any", f"output={tmp_path}/data/0", table)
+    first = tmp_path / "data/0"
+    forgetting(tmp_path, ["u3", "u5"], first, feature="user_id")
+    assert "data/0: " in (printed := capsys.readouterr().out)
+    assert "events of the next day removed: 6" in printed
+    left = pq.read_table(first / "latest/seen.parquet")
+    assert sorted({*left["who_"].to_pylist()}) == ["u0", "u1", "u2", "u4", "u6"]
+    forgetting(tmp_path, ["i2"], first, feature="seen_item")
+    left = pq.read_table(first / "latest/seen.parquet")
+    assert len(left) < 15
+    assert "i2" not in left["c0"].to_pylist()
+    preproc("mode=verify", f"path={first}")
+    # The next day follows, and its rows see none of these events.
+    later = [line.rpartition(",")[0] + f",{100 + row}" for row, line in enumerate(lines)]
+    (tmp_path / "1.csv").write_text("\n".join(["y,user_id,item,time", *later]) + "\n")
+    second = table.replace("0.csv", "1.csv")
+    preproc("dataset=any", f"output={tmp_path}/data/1", second, "mode=extend", f"fitted={first}")
+    slices = np.fromfile(tmp_path / "data/1/train/seen.slices.bin", "<i8").reshape(-1, 2)
+    assert slices[3].tolist()[0] == slices[3].tolist()[1]
+    assert slices[4, 0] < slices[4, 1]
+
+
 def test_what_cannot_be_forgotten_is_said(tmp_path, capsys):
     first = fit(tmp_path, 0)
     with pytest.raises(ValueError, match="directories: nothing there has a feature 'usr'"):
