@@ -196,6 +196,9 @@ class PartFinder:
             for first in range(0, rows, CHECKED_ROWS):
                 source.read(TRAIN, np.array([[first, min(first + CHECKED_ROWS, rows)]]))
             part = Part(name, rows, data_identity(spec), spec.metadata.get(OFFSETS))
+            for other in self._source.parts:
+                if (other.identity, other.offsets) == (part.identity, part.offsets):
+                    raise ValueError(f"it has the bytes of {other.name}, whose rows were taken")
         except (ValueError, OSError) as error:
             if now == state:
                 self._warn(f"{path} is left out until it changes: {on_one_line(str(error))}")

@@ -175,8 +175,8 @@ def test_the_dataset_itself_is_no_part(tmp_path):
 
 def test_parts_are_taken_by_name_and_the_others_counted(stream):
     finder, lines = finder_of(stream)
-    for name in ("b", "c", "a"):
-        add(stream, name)
+    for number, name in enumerate("bca"):
+        add(stream, name, 40 + number)
     (stream.directory / "notes.txt").write_text("no part")
     (stream.directory / ".d.partial").mkdir()
     assert [finder.look()[1]] == [2]
@@ -186,7 +186,7 @@ def test_parts_are_taken_by_name_and_the_others_counted(stream):
 
 def test_a_part_that_changes_after_it_was_taken_costs_one_line(stream):
     finder, lines = finder_of(stream)
-    roots = [add(stream, name) for name in "ab"]
+    roots = [add(stream, name, first) for name, first in (("a", 40), ("b", 41))]
     assert taken(finder, stream, 2) == ["a", "b"]
     plant(roots[1] / "train" / "user.bin", 0, 5, "int8")
     shutil.rmtree(roots[0])
@@ -194,6 +194,22 @@ def test_a_part_that_changes_after_it_was_taken_costs_one_line(stream):
     add(stream, "a", 70, 120)
     assert taken(finder, stream, 3) == []
     assert [line.split(" has changed")[0] for line in lines] == [str(roots[1]), str(roots[0])]
+
+
+def test_a_part_that_is_renamed_or_copied_is_not_trained_again(stream):
+    finder, lines = finder_of(stream)
+    root = add(stream, "a")
+    assert taken(finder, stream) == ["a"]
+    shutil.copytree(root, stream.directory / "b")
+    root.rename(stream.directory / "c")
+    add(stream, "d", 70, 120)
+    assert taken(finder, stream, 4) == ["d"]
+    # Equal messages of other offsets are other rows.
+    for name in "ef":
+        add(stream, name, metadata={"offsets": {"0": ord(name)}})
+    assert taken(finder, stream, 4) == ["e", "f"]
+    assert len(lines) == 2
+    assert all("it has the bytes of a, whose rows were taken" in line for line in lines)
 
 
 def test_a_checkpoint_restores_the_parts_that_were_begun(stream):
