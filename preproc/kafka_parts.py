@@ -4,6 +4,7 @@ A part tells in its spec where the next one begins. So the newest part says wher
 was killed: no message is lost, and none comes twice.
 """
 
+import os
 import shutil
 import time
 from contextlib import closing
@@ -24,6 +25,7 @@ from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.stream_source import OFFSETS
 from preproc.report.console import Progress
 from preproc.table.pipeline.build import build_table
+from preproc.table.pipeline.order import NoRowsError
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, Message
@@ -52,10 +54,14 @@ def follow_topic(config: PreprocConfig) -> None:
             begins = FeatureSpec.load(parts[-1], measure=False).metadata.get(OFFSETS, begins)
         with closing(_consumer(config, servers, topic, begins)) as consumer:
             while messages := _collected(consumer, config):
-                number += 1
                 begins |= {str(m.partition()): (m.offset() or 0) + 1 for m in messages}
-                path = output / f"{topic}-{number:012}"
-                rows = _write_part(config, path, messages, begins)
+                path = output / f"{topic}-{number + 1:012}"
+                try:
+                    rows = _write_part(config, path, messages, begins)
+                except NoRowsError:
+                    progress.say(f"no part of {len(messages):,} messages, none of them a row")
+                    continue
+                number += 1
                 progress.say(f"{path}: {rows:,} rows of {len(messages):,} messages")
 
 
@@ -111,7 +117,10 @@ def _collected(consumer: "Consumer", config: PreprocConfig) -> "list[Message]":
 def _write_part(
     config: PreprocConfig, path: Path, messages: "list[Message]", begins: dict[str, Any]
 ) -> int:
-    """Write the part of some messages, whole with the offsets of the next one or not at all; return its rows."""
+    """Write the part of some messages, whole with the offsets of the next one or not at all; return its rows.
+
+    Raises NoRowsError: no message is a good row.
+    """
     work = path.parent / NEXT
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -119,8 +128,10 @@ def _write_part(
     with open(lines, "wb") as stream:
         for message in messages:
             # In JSON a line break stands between values only. A message without a value deletes a key, and is no row.
-            if (value := message.value()) is not None:
+            if value := message.value():
                 stream.write(value.replace(b"\n", b" ").replace(b"\r", b" ") + b"\n")
+    if not os.path.getsize(lines):
+        raise NoRowsError("the messages have no values")
     table = TableConfig.of(config.table)
     sources = {
         name: replace(source, files=lines) if source.files == config.source else source

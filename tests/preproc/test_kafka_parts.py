@@ -153,6 +153,15 @@ def test_a_message_that_is_gone_or_no_row_ends_the_command(topic):
     assert [*map(len, topic.rows())] == [10]
 
 
+@pytest.mark.parametrize("value", [None, b'{"click": 2, "user": "a", "number": 1}'])
+def test_messages_of_which_none_is_a_row_make_no_part(topic, value):
+    for _ in range(100):  # as many as a part has
+        topic.producer.produce("clicks", value, key=b"u1", partition=0)
+    topic.send(range(3))
+    assert topic.follow_to_the_end("on_bad=skip").exit_code == 0
+    assert [*map(list, topic.rows())] == [[0, 1, 2]]
+
+
 def look_often(rank: int) -> None:
     stream_rows.LOOK_S = 0.05
 

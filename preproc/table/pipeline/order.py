@@ -8,6 +8,10 @@ from preproc.table.pipeline.journal import Journal
 from preproc.table.pipeline.rows import stored_columns
 
 
+class NoRowsError(ValueError):
+    """The sources have no row, or none that is good."""
+
+
 def order_rows(journal: Journal) -> tuple[dict[str, range], str]:
     """Write relation `rows_`, numbered so that each split is one range, training rows first.
 
@@ -29,7 +33,8 @@ def order_rows(journal: Journal) -> tuple[dict[str, range], str]:
     if unknown:
         problem = f"got split {shown(unknown[0])}, want {', '.join(SPLITS)} or null"
     if not rows:
-        problem = "the sources have no rows; give files that have some"
+        journal.work.forget()
+        raise NoRowsError("table.split: the sources have no rows; give files that have some")
     wanted = () if config.mode is Mode.transform else ("train", "test")
     missing = [name for name in wanted if not split_rows.get(name)]
     if not set(split_rows) & set(SPLITS):
