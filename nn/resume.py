@@ -279,6 +279,7 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
         components=parts.components,
         grow=parts.grow,
         allow_changes=parts.allow_changes,
+        multi_hot=config.data.multi_hot,
     )
     if is_training and not parts.takes_optimizer:
         facts = {"num_steps": 0}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from configs.option_values import plain_values
-from configs.schema import Component, Config
+from configs.schema import Component, Config, MultiHotConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import data_state, file_states
 from dataloading.lineage import vocabularies
@@ -116,8 +116,12 @@ def check(
     components: Collection[Component] = tuple(Component),
     grow: bool = False,
     allow_changes: bool = False,
+    multi_hot: MultiHotConfig | None = None,
 ) -> dict[str, Any]:
-    """Return run.json of a checkpoint that fits this dataset, `num_steps` of the TF2 recipe's; ValueError if it does not."""
+    """Return run.json of a checkpoint that fits this dataset, `num_steps` of the TF2 recipe's; ValueError if it does not.
+
+    `multi_hot`: the options that draw further ids for those of the dataset, unless None.
+    """
     if find_tf2_tables(path) is not None:
         if set(components) != {Component.tables}:
             raise ValueError(
@@ -145,6 +149,13 @@ def check(
             problem += (
                 "; set data.path, or fitted of raw files, to the dataset it was trained on or one that mode=transform made "
                 "with it, or checkpoint.allow_changes=true if the ids mean the same"
+            )
+    if problem is None and multi_hot is not None and multi_hot.hotness:
+        seed = ((facts.get("config") or {}).get("data", {}).get("multi_hot") or {}).get("seed", 0)
+        if seed != multi_hot.seed:
+            problem = (
+                f"was trained with data.multi_hot.seed={seed}, and {multi_hot.seed} draws other ids; set that one, or "
+                "checkpoint.allow_changes=true"
             )
     if problem is not None:
         raise ValueError(f"checkpoint.restore={path} {problem}")

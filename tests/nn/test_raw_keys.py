@@ -374,6 +374,17 @@ def test_what_cannot_be_is_refused_in_one_line(data, tmp_path, option, message):
     assert ended.err.strip().count("\n") == 0
 
 
+def test_a_model_is_not_scored_with_the_ids_of_another_seed(data, tmp_path):
+    run = tmp_path / "run"
+    trained(data, run, 5, EXPANDED)
+    words = ["mode=predict", f"config={run}/config.yaml", f"output={tmp_path}/scores.csv"]
+    words += [f"checkpoint.restore={run}/checkpoints/step_5", "data.multi_hot.seed=3"]
+    ended = run_command(*words)
+    assert ended.exit_code == 2
+    assert "was trained with data.multi_hot.seed=0, and 3 draws other ids; set that one" in ended.err
+    assert run_command(*words, "checkpoint.allow_changes=true").exit_code == 0
+
+
 def predicted_by_both_ways(
     data: Path, step: Path, room: Path, *options: str
 ) -> tuple[np.ndarray, Columns]:
