@@ -27,7 +27,7 @@ def run(config: ApplyConfig) -> None:
             f"written to {output}"
         )
     )
-    print(on_one_line(proof_line("proof", manifest.proof)))
+    print(on_one_line(proof_line("proof", manifest.proof, "the rows of the deltas")))
 
 
 def directories(config: ApplyConfig) -> tuple[Path, Path]:
