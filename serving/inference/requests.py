@@ -137,11 +137,16 @@ def _ragged_ids(feature: Feature, values: np.ndarray, keys: KeyRows | None) -> R
     if keys is not None:
         matrix = torch.from_numpy(np.where(is_id, keys.rows(matrix.numpy()), PADDING))
     bad = is_id & ((matrix < 0) | (matrix >= feature.cardinality))
-    # Padding before an id would change nothing of a sum, but is a mistake of the client.
-    bad[:, 1:] |= is_id[:, 1:] & ~is_id[:, :-1]
     if bad.any():
         row, column = (int(index) for index in bad.nonzero()[0])
         _refuse_id(feature.name, row, matrix[row, column], feature.cardinality)
+    # Padding before an id would change nothing of a sum, but is a mistake of the client.
+    early = is_id[:, 1:] & ~is_id[:, :-1]
+    if early.any():
+        row = int(early.nonzero()[0, 0])
+        _refuse(
+            f"feature {shown(feature.name)}, row {row}: {PADDING} before an id; want it behind the last one only"
+        )
     return RaggedIds(matrix[is_id].long(), is_id.sum(1))
 
 

@@ -381,7 +381,9 @@ def test_a_model_is_not_scored_with_the_ids_of_another_seed(data, tmp_path):
     words += [f"checkpoint.restore={run}/checkpoints/step_5", "data.multi_hot.seed=3"]
     ended = run_command(*words)
     assert ended.exit_code == 2
-    assert "was trained with data.multi_hot.seed=0, and 3 draws other ids; set that one" in ended.err
+    assert (
+        "was trained with data.multi_hot.seed=0, and 3 draws other ids; set that one" in ended.err
+    )
     assert run_command(*words, "checkpoint.allow_changes=true").exit_code == 0
 
 

@@ -172,6 +172,10 @@ ROW = {
             "feature 'hist_genre', row 0: 1 events, and 'hist_item' has 2; want equally many in all inputs of 'history'",
         ),
         (
+            {"hist_item": np.array([[-1, 1, 2]])},
+            "feature 'hist_item', row 0: -1 before an id; want it behind the last one only",
+        ),
+        (
             {"query": np.ones((1, 7), int)},
             "feature 'query', row 0: 7 events; want at most 6, the latest ones",
         ),
