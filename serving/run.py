@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,11 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
     return Service(
         [
             Versions(
-                Path(path), say, load=load, verify=config.verify, canary_share=config.canary_share
+                Path(path),
+                partial(say, path) if config.others else say,
+                load=load,
+                verify=config.verify,
+                canary_share=config.canary_share,
             )
             for path in (config.model, *config.others)
         ],
@@ -142,10 +147,10 @@ def _allow_files(count: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def say(line: str) -> None:
+def say(*parts: str) -> None:
     """Print one line to stderr, if anybody reads it."""
     with suppress(OSError):
-        print(on_one_line(line), file=sys.stderr, flush=True)
+        print(on_one_line(": ".join(parts)), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -609,7 +609,7 @@ def test_a_share_of_the_requests_goes_to_the_newest_version_and_the_answer_names
         assert 'version="2"' not in client.call("/metrics")[1].decode()
 
 
-def test_models_of_several_names_are_served_by_one_process(models, tmp_path):
+def test_models_of_several_names_are_served_by_one_process(models, tmp_path, capsys):
     second = tmp_path / "second" / "3"
     export(models["checkpoint"], tmp_path / "same")
     export(models["second_checkpoint"], second, name="second")
@@ -645,6 +645,13 @@ def test_models_of_several_names_are_served_by_one_process(models, tmp_path):
         for name, version in (("dlrm", "1"), ("second", "3")):
             labels = f'{{model="{name}",version="{version}"}}'
             assert f"serving_request_seconds_count{labels} 20.0" in text
+        # A line of the log is one model's.
+        put(second, second.parent / "4")
+        deadline = time.monotonic() + 20
+        while client.service._models[1].current.name != "4":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert f"{second.parent}: version 4 replaces 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
