@@ -44,8 +44,7 @@ def forget_values(
     `features`: those that have the values. Returns how many events went: of these users, or with such a value.
     """
     files = {vocabulary_name(vocabulary): ["value"], rare_name(vocabulary): ["value"]}
-    logs = fitted_description(directory).logs if (directory / FITTED).is_file() else []
-    for log in logs:
+    for log in fitted_description(directory).logs if (directory / FITTED).is_file() else ():
         columns = {"who_": log.by.strip('" '), **{f"c{i}": of for i, of in enumerate(log.of)}}
         files[latest_name(log.name)] = [c for c, of in columns.items() if of in features]
     names = [name for name, of in files.items() if of and (directory / name).is_file()]

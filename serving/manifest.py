@@ -494,12 +494,10 @@ def _are_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def proof_line(
-    name: str, proof: Mapping[str, Any], compared_with: str = "the training path"
-) -> str:
+def proof_line(name: str, proof: Mapping[str, Any], other: str = "the training path") -> str:
     """Return the line that a command prints of a proof."""
     return (
-        f"{name:<10} {proof['rows']:,} rows of split {proof['split']}: largest difference from {compared_with} "
+        f"{name:<10} {proof['rows']:,} rows of split {proof['split']}: largest difference from {other} "
         f"{proof['largest_difference']:.1e} (at most {proof['limit']:g})"
     )
 
