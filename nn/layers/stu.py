@@ -15,7 +15,7 @@ from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
 from nn.layers.sequence import LayerNorm
 from nn.ops.column_blocks import GradientBlocks, column_blocks
-from nn.ops.fused_linear import can_fuse
+from nn.ops.fused_linear import as_autocast, autocast_dtype, can_fuse
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
 from nn.ops.jagged import pad
 
@@ -77,8 +77,10 @@ class PositionDropout(Dropout):
     """`Dropout` of [C, D] whose mask follows from the row of the sample in the global batch, and the offset in the sample."""
 
     def forward(self, x: Tensor, at: JaggedPositions) -> Tensor:  # type: ignore[override]
-        """Map [C, D] to the same shape and dtype."""
-        return self._drop(x, (at.samples, at.offsets)) if self.training and self.rate > 0 else x
+        """Map [C, D] to the same shape, on a GPU in autocast's dtype: written so at once, not wide and cast."""
+        if not self.training or self.rate == 0:
+            return as_autocast(x)
+        return self._drop(x, (at.samples, at.offsets), autocast_dtype(x))
 
 
 class STULayer(nn.Module):
