@@ -137,12 +137,14 @@ class STULayer(nn.Module):
 
         `norm`: what the attention of each sample is divided by, [B]. `bias`: added to the scores, [B, L of queries, L].
         """
-        normed = self.input_norm(x)
+        normed, x = self.input_norm.beside(x)
         queries, gradients = at, None
         if only_candidates:
             # Keys and values are those of all positions, and nothing else is.
             queries, rows = at.last(num_candidates)
-            x, own = x.index_select(0, rows), normed.index_select(0, rows)
+            x = x.index_select(0, rows)
+            # Again: a gradient of some rows of `normed` would be as large as that of all.
+            own = self.input_norm(x)
             weights, biases = self.uvqk.weight.chunk(4), self.uvqk.bias.chunk(4)
             inputs = own, normed, own, normed
             u, v, q, k = map(linear, inputs, weights, biases)
