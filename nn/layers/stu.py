@@ -15,7 +15,7 @@ from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
 from nn.layers.sequence import LayerNorm
 from nn.ops.column_blocks import GradientBlocks, column_blocks
-from nn.ops.fused_linear import can_fuse
+from nn.ops.fused_linear import as_autocast, autocast_dtype, can_fuse
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
 from nn.ops.jagged import pad
 
@@ -77,8 +77,10 @@ class PositionDropout(Dropout):
     """`Dropout` of [C, D] whose mask follows from the row of the sample in the global batch, and the offset in the sample."""
 
     def forward(self, x: Tensor, at: JaggedPositions) -> Tensor:  # type: ignore[override]
-        """Map [C, D] to the same shape and dtype."""
-        return self._drop(x, (at.samples, at.offsets)) if self.training and self.rate > 0 else x
+        """Map [C, D] to the same shape, on a GPU in autocast's dtype: written so at once, not wide and cast."""
+        if not self.training or self.rate == 0:
+            return as_autocast(x)
+        return self._drop(x, (at.samples, at.offsets), autocast_dtype(x))
 
 
 class STULayer(nn.Module):
@@ -135,12 +137,14 @@ class STULayer(nn.Module):
 
         `norm`: what the attention of each sample is divided by, [B]. `bias`: added to the scores, [B, L of queries, L].
         """
-        normed = self.input_norm(x)
+        normed, x = self.input_norm.beside(x)
         queries, gradients = at, None
         if only_candidates:
             # Keys and values are those of all positions, and nothing else is.
             queries, rows = at.last(num_candidates)
-            x, own = x.index_select(0, rows), normed.index_select(0, rows)
+            x = x.index_select(0, rows)
+            # Again: a gradient of some rows of `normed` would be as large as that of all.
+            own = self.input_norm(x)
             weights, biases = self.uvqk.weight.chunk(4), self.uvqk.bias.chunk(4)
             inputs = own, normed, own, normed
             u, v, q, k = map(linear, inputs, weights, biases)

@@ -16,7 +16,6 @@ from nn.layers.stu import PositionDropout, RelativeBias, STULayer, SwishMLP, kep
 from nn.models.event_features import find_events
 from nn.models.model import Activations, Model
 from nn.models.options import AttentionNorm, HSTUOptions, QueryTime
-from nn.ops.fused_linear import as_autocast
 from nn.ops.hstu_attention import JaggedPositions
 
 # B: samples, N: numerical features, K: context vectors, M: candidates, P: positions, D: columns of a position
@@ -121,7 +120,7 @@ class HSTU(Model):
         x = x * math.sqrt(options.width) + self.places(
             at, self._num_context, num_candidates, seconds
         )
-        x = as_autocast(self.dropout(x, at))
+        x = self.dropout(x, at)
 
         norm = self._norm(at, events)
         for number, layer in enumerate(self.layers):

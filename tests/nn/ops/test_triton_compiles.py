@@ -191,7 +191,7 @@ def build_layer_norm() -> None:
         ("*bf16", 512, True),
         ("*fp32", 100, True),
     ):
-        matrices = dict.fromkeys(("x", "u", "a", "grad", "out", "of_x"), dtype)
+        matrices = dict.fromkeys(("x", "u", "a", "grad", "out", "of_x", "beside"), dtype)
         dtypes, block = matrices | of_columns | numbers, next_power_of_2(columns)
         width = columns * (3 if chosen else 1)
         shape = kernels.Shape(columns, block, 2048 // block, width, chosen, chosen)
