@@ -54,36 +54,26 @@ class Dropout(PassLayer):
         return f"rate={self.rate:g}"
 
     @torch.compiler.disable
-    def _drop(
-        self, x: Tensor, at: tuple[Tensor, Tensor] | None, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        return _Dropout.apply(x, self.mask, at, dtype or x.dtype)
+    def _drop(self, x: Tensor, at: tuple[Tensor, Tensor] | None) -> Tensor:
+        return _Dropout.apply(x, self.mask, at)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        mask: DropoutMask,
-        at: tuple[Tensor, Tensor] | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        ctx.mask, ctx.at, ctx.dtype = mask, at, x.dtype
-        return _masked(x, mask, at, dtype)
+    def forward(ctx: Any, x: Tensor, mask: DropoutMask, at: tuple[Tensor, Tensor] | None) -> Tensor:
+        ctx.mask, ctx.at = mask, at
+        return _masked(x, mask, at)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _masked(grad, ctx.mask, ctx.at, ctx.dtype), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _masked(grad, ctx.mask, ctx.at), None, None
 
 
-def _masked(
-    x: Tensor, mask: DropoutMask, at: tuple[Tensor, Tensor] | None, dtype: torch.dtype
-) -> Tensor:
+def _masked(x: Tensor, mask: DropoutMask, at: tuple[Tensor, Tensor] | None) -> Tensor:
     if not x.is_cuda:
-        return mask.apply(x.to(torch.promote_types(x.dtype, dtype)), at).to(dtype)
+        return mask.apply(x, at)
     # Only CUDA builds of torch include Triton.
     from nn.ops.triton.dropout import apply_mask
 
-    return apply_mask(x, mask, torch.empty(x.shape, dtype=dtype, device=x.device), at)
+    return apply_mask(x, mask, at=at)

@@ -15,9 +15,10 @@ from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
 from nn.layers.sequence import LayerNorm
 from nn.ops.column_blocks import GradientBlocks, column_blocks
-from nn.ops.fused_linear import as_autocast, autocast_dtype, can_fuse
+from nn.ops.fused_linear import can_fuse
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
 from nn.ops.jagged import pad
+from nn.ops.rows_at import RowsAt, sum_of_rows
 
 # B: samples, C: positions, D: columns of a position, H: heads, K: columns of a head, L: most positions of a sample
 
@@ -77,10 +78,12 @@ class PositionDropout(Dropout):
     """`Dropout` of [C, D] whose mask follows from the row of the sample in the global batch, and the offset in the sample."""
 
     def forward(self, x: Tensor, at: JaggedPositions) -> Tensor:  # type: ignore[override]
-        """Map [C, D] to the same shape, on a GPU in autocast's dtype: written so at once, not wide and cast."""
-        if not self.training or self.rate == 0:
-            return as_autocast(x)
-        return self._drop(x, (at.samples, at.offsets), autocast_dtype(x))
+        """Map [C, D] to the same shape and dtype."""
+        return self._drop(x, (at.samples, at.offsets)) if self.training and self.rate > 0 else x
+
+    def of_rows(self, rows: Sequence[RowsAt], at: JaggedPositions) -> Tensor:
+        """Return the dropped out sum of the rows at each position, [C, D], on a GPU in autocast's dtype."""
+        return sum_of_rows(rows, self.mask, (at.samples, at.offsets))
 
 
 class STULayer(nn.Module):

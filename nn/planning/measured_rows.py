@@ -43,20 +43,6 @@ def with_measured_rows(
 
     names = [feature.name for feature in source.spec.categorical]
 
-    def of_parts(table: TablePlan) -> tuple[int, ...]:
-        if config.train.accumulate == 1:
-            return ()
-        rows = config.train.batch_size // hardware.world_size
-        firsts = np.arange(0, rows, -(-rows // config.train.accumulate))
-        found = []
-        for group in groups_of_table(source.spec, features[table.table]):
-            at = names.index(group.features[0])
-            batches = _batches(config, source, split, hardware.world_size, 1)
-            lengths = (columns.lengths[at] for columns in batches)
-            most = [int(np.add.reduceat(of, firsts).max()) for of in lengths if of is not None]
-            found.append(event_capacity(most))
-        return tuple(found)
-
     def expected(ranks: int) -> dict[str, tuple[int, ...]]:
         batches = [
             dict(zip(names, columns.ids, strict=True))
@@ -72,7 +58,7 @@ def with_measured_rows(
         has_merged = 1 < hardware.groups < hardware.world_size
         of_rank = expected(1)
         of_group = expected(hardware.world_size // hardware.groups) if has_merged else {}
-        events = {table.table: of_parts(table) for table in tables}
+        room = _room_of_parts(config, source, split, hardware.world_size)
     except (OSError, ValueError):
         # An estimate does without; the loader names what is wrong.
         return list(plan)
@@ -81,10 +67,30 @@ def with_measured_rows(
             table,
             batch_rows=of_rank.get(table.table, ()),
             group_rows=of_group.get(table.table, ()),
-            part_events=events.get(table.table, ()),
+            part_events=tuple(
+                room[group.name]
+                for group in groups_of_table(source.spec, features[table.table])
+                if group.name in room
+            ),
         )
         for table in plan
     ]
+
+
+def _room_of_parts(config: Config, source: Source, split: str, world_size: int) -> dict[str, int]:
+    """Return the capacity for events of a part of rank 0's batches, by sequence group; none where batches have no parts."""
+    if config.train.accumulate == 1:
+        return {}
+    names = [feature.name for feature in source.spec.categorical]
+    rows = config.train.batch_size // world_size
+    firsts = np.arange(0, rows, -(-rows // config.train.accumulate))
+    most: dict[str, list[int]] = {group.name: [] for group in source.spec.sequences}
+    for columns in _batches(config, source, split, world_size, 1):
+        for group in source.spec.sequences:
+            lengths = columns.lengths[names.index(group.features[0])]
+            assert lengths is not None, "groups are ragged"
+            most[group.name].append(int(np.add.reduceat(lengths, firsts).max()))
+    return {name: event_capacity(of_batches) for name, of_batches in most.items()}
 
 
 def groups_of_table(spec: FeatureSpec, features: Collection[str]) -> list[SequenceGroup]:

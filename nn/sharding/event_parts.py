@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dataloading.dataset.batch_layout import Doublings
+from nn.sharding.local_ids import PartCapacity
 from nn.sharding.placement import RankTables
 
 
@@ -31,3 +32,19 @@ class EventParts:
         lengths = torch.stack([ids.narrow(0, at, self._batch_size) for at in self._lengths]).long()
         in_parts = pad(lengths, (0, -self._batch_size % self._part_rows))
         return in_parts.unflatten(1, (-1, self._part_rows)).sum(2).amax(1)
+
+
+class PartRoom:
+    """What a captured step has room for: `events` of a part, by sequence group."""
+
+    def __init__(
+        self, tables: RankTables, batch_size: int, capacity: PartCapacity, doublings: Doublings
+    ) -> None:
+        groups = [group.name for group in tables.sequences.groups]
+        self.events = dict(zip(groups, capacity.most, strict=True))
+        self._parts = EventParts(tables, batch_size, capacity.rows, doublings)
+        self._limits = torch.tensor(capacity.most, device=tables.ranks.device)
+
+    def is_exceeded(self, ids: Tensor) -> Tensor:
+        """Return whether a part of a batch with these ids has more events, bool [1]."""
+        return (self._parts.most(ids) > self._limits).any().view(1)

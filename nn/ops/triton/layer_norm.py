@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from nn.ops.column_blocks import GradientBlocks
 from nn.ops.dropout_mask import DropoutMask
 from nn.ops.triton.column_sums import column_sums
-from nn.ops.triton.dropout import is_kept, row_bits
+from nn.ops.triton.dropout import is_kept, mask_arguments, row_bits
 
 # R: rows, C: columns, P: programs
 
@@ -161,11 +161,7 @@ def _gate_arguments(
     """Return the programs of a gate's kernel as `_layout`, and its arguments but the matrices and parameters."""
     options = {"WIDTH": (3 if concat else 1) * a.shape[1], "DROPS": mask is not None}
     rows, programs, shape, num_warps = _layout(a, elements, **options)
-    arguments = {"at": (*at, u, u), "key": 0, "threshold": 0, "scale": 1.0}
-    if mask is not None:
-        counters = (*(mask.shifted(rows, at) or at), mask.step, mask.first_row)
-        arguments = {"at": counters, "key": mask.key, "threshold": mask.threshold}
-        arguments["scale"] = mask.scale
+    arguments = mask_arguments(mask, rows, at, u)
     arguments |= {"rows": rows, "u_stride": u.stride(0), "eps": eps, "S": shape}
     return programs, arguments | {"num_warps": num_warps}
 

@@ -6,8 +6,6 @@ import torch
 from nn.layers.dropout import Dropout
 from nn.layers.mlp import MLP
 from nn.layers.pass_state import PassState, attach
-from nn.layers.stu import PositionDropout
-from nn.ops.hstu_attention import JaggedPositions
 from nn.ops.jagged import Positions
 from tests.helpers.gpus import needs_no_gpu, needs_one_gpu
 
@@ -255,32 +253,3 @@ def test_events_are_dropped_alike_on_a_gpu():
     x = torch.randn(75, 136)
     layer = layer_at(0.3, rows=4, device=torch.device("cuda"))
     assert torch.equal(layer(x.cuda(), there).cpu(), layer_at(0.3, rows=4)(x, at))
-
-
-def compare_in_autocast(device: str, monkeypatch) -> None:
-    """Values that autocast wants narrow are written so at once, and their gradient comes back wide: the bits of a cast."""
-    row = torch.arange(40, device=device)
-    at = JaggedPositions(row, row, row // 3, row % 3, row >= 0, 3)
-    layer = PositionDropout(0.3)
-    attach(layer, layer_at(0.3, rows=14, device=torch.device(device)).pass_state)
-    x = torch.randn(40, 24, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
-    wide = layer(x, at)
-    # What `torch.autocast` refuses without a GPU.
-    monkeypatch.setattr("nn.layers.stu.autocast_dtype", lambda x: torch.bfloat16)
-    narrow = layer(x, at)
-    assert torch.equal(narrow, wide.bfloat16())
-    grad = torch.randn(40, 24, generator=torch.Generator().manual_seed(2)).to(narrow)
-    (of_narrow,) = torch.autograd.grad(narrow, x, grad)
-    (of_wide,) = torch.autograd.grad(wide, x, grad.float())
-    assert narrow.dtype is torch.bfloat16
-    assert torch.equal(of_narrow, of_wide)
-
-
-@needs_no_gpu
-def test_in_autocast_positions_are_dropped_and_cast_at_once(monkeypatch):
-    compare_in_autocast("cpu", monkeypatch)
-
-
-@needs_one_gpu
-def test_on_a_gpu_positions_in_autocast_are_dropped_and_cast_at_once(monkeypatch):
-    compare_in_autocast("cuda", monkeypatch)
