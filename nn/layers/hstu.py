@@ -17,9 +17,8 @@ from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import normal_, uniform_
 from nn.layers.sequence import LayerNorm
 from nn.layers.sequence_events import SequenceEvents
-from nn.layers.stu import SwishMLP, draw_normal_
+from nn.layers.stu import RowsAt, SwishMLP, draw_normal_
 from nn.ops.hstu_attention import JaggedPositions
-from nn.ops.rows_at import RowsAt
 
 # B: samples, C: events with room for, P: positions, K: context vectors, M: candidates, D: columns of a position
 
