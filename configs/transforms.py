@@ -54,7 +54,7 @@ TRANSFORMS = {
     "minmax": Transform(sql=_scaled, fits="range"),
     "standardise": Transform(sql=_scaled, fits="moments"),
 }
-"""The built-in ones, which `serving/inference/raw_values.py` has in Python too, for raw values."""
+"""The built-in ones, which `serving/inference/raw_columns.py` has in Python too, for raw values."""
 
 
 def transform_named(name: str) -> Transform:

@@ -5,10 +5,11 @@ import sys
 import numpy as np
 import pytest
 
-from configs.table_schema import Numerical
+from configs.table_schema import Label, Numerical, TableConfig
 from configs.transforms import Transform
-from serving.exporting.raw_values import _numerical
+from serving.exporting.raw_values import _Inputs, _numerical
 from serving.raw_description import _check_numerical
+from serving.raw_records import RawNumber
 from tests.helpers.preproc_command import Refused
 from tests.preproc.table.test_pipeline import build
 
@@ -97,14 +98,14 @@ def test_a_server_imports_nothing_that_a_model_names():
         "fitted": [[]],
     }
     with pytest.raises(ValueError, match=r"want one of fill, clip, log, minmax, standardise$"):
-        _check_numerical(feature, {"age": 1})
+        _check_numerical(RawNumber(**feature), {"age": 1})
     assert "roots_of_a_user" not in sys.modules
 
 
 def test_an_export_for_raw_values_is_refused():
     feature = Numerical(name="age", transforms=[{"roots_of_a_user:ROOT": 3}])
     with pytest.raises(ValueError, match="'age' is not built in"):
-        _numerical(feature, None, {}, {})
+        _numerical(feature, _Inputs(None, TableConfig(sources={}, label=[Label()]), {}))
 
 
 def test_a_contradictory_record_is_refused():
