@@ -96,7 +96,7 @@ def measured(
             directory, step, SavedRun(facts, source.spec), config.checkpoint, ranks, getLogger()
         )
         batches = loader.batches(0, MOST_STEPS)
-        run = Steps(step, Prefetcher(batches, step.path, ranks.device), ranks, channel)
+        run = Steps(step, Prefetcher(batches, step.runner, ranks.device), ranks, channel)
         save = time_save(run, manager, baseline_s)
         batches.close()
         total_bytes = sum(channel.gather(num_bytes(step.state_dict())))

@@ -152,7 +152,7 @@ def trained(config: Config, ranks: Ranks) -> tuple[list[float], dict[str, torch.
     """Train `CHECKED_STEPS` steps; return losses, states in host memory and traffic."""
     _, step = planned_and_built(config, ranks)
     loader = build_train_loader(config, open_source(config), ranks)
-    prefetcher = Prefetcher(loader.batches(0, CHECKED_STEPS), step.path, ranks.device)
+    prefetcher = Prefetcher(loader.batches(0, CHECKED_STEPS), step.runner, ranks.device)
     losses = [step.train(number, prefetcher).loss for number in range(CHECKED_STEPS)]
     state = {
         f"{name}/{index}": tensor.detach().cpu().clone()
@@ -174,7 +174,7 @@ def line(
     cpu_start = time.process_time()
     steps = WARM_UP + args.steps
     source: Iterator[Batch] = islice(cycle(batches), steps)
-    prefetcher = Prefetcher(source, step.path, ranks.device)
+    prefetcher = Prefetcher(source, step.runner, ranks.device)
     for number in range(steps):
         if number == WARM_UP:
             synchronize(ranks)

@@ -7,32 +7,31 @@ from typing import Any
 import numpy as np
 
 from compare.run_record import RunRecord, State
-from configs.palette import FAINT
+from configs.palette import COLORS, FAINT
 from nn.models.metric import Metric
 from nn.observability.records import FINAL
 from nn.plots.series import SMOOTH_FROM, limits, series, smoothed, thinned
-from nn.plots.style import picture
+from nn.plots.style import picture, title_of
 
-MAX_NAMED = 10
-"""Runs with a colour and a name; the others are drawn in grey, since nobody tells more lines apart."""
 MAX_LABEL_CHARS = 44
 
 
 def draw_runs(
     runs: Sequence[RunRecord], names: Sequence[str], metric: Metric | None, out_png: Path
 ) -> None:
-    """Draw the curves of runs, the best one first, of which the first `MAX_NAMED` are named; 1,560 x 780 pixels.
+    """Draw the curves of runs, the best one first; 1,560 x 780 pixels.
 
-    `metric` is of the evaluations; None if there are none yet.
+    Those without a colour are grey and have no name, since nobody tells more lines apart. `metric` is of the evaluations;
+    None if there are none yet.
     """
     if metric is not None:
         splits = {run.split for run in runs}
         metric = metric.on(splits.pop() if len(splits) == 1 else "evaluation")
-    named = min(len(runs), MAX_NAMED)
-    colors = [f"C{index}" for index in range(named)]
+    colors = COLORS[: len(runs)]
     unfinished = sum(run.state is not State.finished for run in runs)
     facts = f"{unfinished} not finished (x)" if unfinished else ""
-    title = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    about = ", ".join(dict.fromkeys(title_of(run.header) for run in runs))
+    title = f"{len(runs)} run{'s' * (len(runs) != 1)} of {about}"
     best, step = (None, None) if metric is None else runs[0].best(metric)
     if metric is not None and best is not None:
         title += f"   ·   best {metric.title} {best:.4f} at step {step:,}"
@@ -59,7 +58,7 @@ def draw_runs(
             [handles[0][i] for i in order],
             [handles[1][i] for i in order],
             loc="outside lower left",
-            ncols=min(named + 1, 3),
+            ncols=min(len(colors) + 1, 3),
             fontsize=8.5,
         )
 

@@ -30,29 +30,16 @@ OPTIONS = dict(
 SWITCHES = {"amp": "train.amp=fp16", "xla": "train.compile=true", "cpu": "device=cpu"}
 """Options in the place of flags that are set or not."""
 NOT_ONE_OPTION = frozenset(
-    [
-        "save_checkpoint_path",
-        "auc_thresholds",
-        "profiled_rank",
-        "dataset_type",
-        "run_eagerly",
-        "tfdata_debug",
-        "inter_op_parallelism",
-        "intra_op_parallelism",
-        "synthetic_dataset_train_batches",
-        "synthetic_dataset_valid_batches",
-        "synthetic_dataset_use_feature_spec",
-        "column_slice_threshold",
-        "row_slice_threshold",
-        "data_parallel_threshold",
-        "cpu_offloading_threshold_gb",
-        "data_parallel_input",
-        "concat_embedding",
-        "use_mde_embeddings",
-        "dist_strategy",
-        "embedding_zeros_initializer",
-        "embedding_trainable",
-    ]
+    re.findall(
+        r"\w+",
+        """
+        save_checkpoint_path auc_thresholds profiled_rank dataset_type run_eagerly tfdata_debug inter_op_parallelism
+        intra_op_parallelism synthetic_dataset_train_batches synthetic_dataset_valid_batches
+        synthetic_dataset_use_feature_spec column_slice_threshold row_slice_threshold data_parallel_threshold
+        cpu_offloading_threshold_gb data_parallel_input concat_embedding use_mde_embeddings dist_strategy
+        embedding_zeros_initializer embedding_trainable
+        """,
+    )
 )
 """Flags that are gone, or that no option replaces one to one."""
 

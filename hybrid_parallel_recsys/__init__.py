@@ -13,37 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # In a wheel, which this is for, they lie there.
-    from hybrid_parallel_recsys.configs.options import option  # type: ignore[import-not-found]
-    from hybrid_parallel_recsys.configs.schema import (  # type: ignore[import-not-found]
-        ModelConfig,
-    )
-    from hybrid_parallel_recsys.dataloading.dataset.dataset_directory import (  # type: ignore[import-not-found]
-        write_dataset,
-    )
-    from hybrid_parallel_recsys.nn.embedding.optimizer import (  # type: ignore[import-not-found]
-        StateField,
-        TableRule,
-    )
-    from hybrid_parallel_recsys.nn.library.loaded_run import Run  # type: ignore[import-not-found]
-    from hybrid_parallel_recsys.nn.library.options import options  # type: ignore[import-not-found]
-    from hybrid_parallel_recsys.nn.library.own_training import (  # type: ignore[import-not-found]
-        Training,
-    )
-    from hybrid_parallel_recsys.nn.loggers.run_logger import (  # type: ignore[import-not-found]
-        RunLogger,
-    )
-    from hybrid_parallel_recsys.nn.models.metric import Metric  # type: ignore[import-not-found]
-    from hybrid_parallel_recsys.nn.models.model import Model  # type: ignore[import-not-found]
-    from hybrid_parallel_recsys.nn.observers.observer import (  # type: ignore[import-not-found]
-        Observer,
-    )
-    from hybrid_parallel_recsys.nn.training.dense_optimizer import (  # type: ignore[import-not-found]
-        DenseRule,
-    )
-    from hybrid_parallel_recsys.preproc.frames import (  # type: ignore[import-not-found]
-        describe,
-        preprocess,
-    )
+    from hybrid_parallel_recsys.configs.options import option
+    from hybrid_parallel_recsys.configs.schema import ModelConfig
+    from hybrid_parallel_recsys.dataloading.dataset.dataset_directory import write_dataset
+    from hybrid_parallel_recsys.nn.embedding.optimizer import StateField, TableRule
+    from hybrid_parallel_recsys.nn.library.loaded_run import Run
+    from hybrid_parallel_recsys.nn.library.options import options
+    from hybrid_parallel_recsys.nn.library.own_training import Training
+    from hybrid_parallel_recsys.nn.loggers.run_logger import RunLogger
+    from hybrid_parallel_recsys.nn.models.metric import Metric
+    from hybrid_parallel_recsys.nn.models.model import Model
+    from hybrid_parallel_recsys.nn.observers.observer import Observer
+    from hybrid_parallel_recsys.nn.training.dense_optimizer import DenseRule
+    from hybrid_parallel_recsys.preproc.frames import describe, preprocess
 
 __all__ = [
     "DenseRule",

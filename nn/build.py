@@ -19,7 +19,7 @@ from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
 from dataloading.held_out_source import VALIDATION, HeldOutSource
 from dataloading.id_counts import counts_of_ids
-from dataloading.keys.new_rows import KEYS
+from dataloading.keys.rekeyed import KEYS
 from dataloading.loader import READERS, Loader, LoaderSettings
 from dataloading.negatives_source import NegativesSource
 from dataloading.partition import num_steps

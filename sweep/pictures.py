@@ -22,11 +22,17 @@ LEAST_SPREAD = 1e-12
 
 
 def draw_coordinates(
-    rows: Sequence[dict[str, Any]], space: Space, metric: Metric, split: str, out_png: Path
+    rows: Sequence[dict[str, Any]],
+    space: Space,
+    metric: Metric,
+    split: str,
+    about: str,
+    out_png: Path,
 ) -> None:
     """Draw a line per trial through its value of each option to its value of the metric.
 
-    Complete trials have the colour of their metric; pruned ones, with their last evaluation, are dashed and grey.
+    `about`: recipe and data of the title. Complete trials have the colour of their metric; pruned ones, with their last
+    evaluation, are dashed and grey.
     """
     from matplotlib import colormaps
 
@@ -39,7 +45,7 @@ def draw_coordinates(
     states = Counter(row["state"] for row in rows)
     lines = {"pruned": " (dashed)", "failed": " (not drawn)"}
     counts = (f"{number} {state}{lines.get(state, '')}" for state, number in states.items())
-    title = f"{len(rows)} trial{'s' * (len(rows) != 1)}"
+    title = f"{about}   ·   {len(rows)} trial{'s' * (len(rows) != 1)}"
     with picture(out_png, 5.6, title, "   ·   ".join(counts)) as figure:
         axes = figure.subplots()
         axes.grid(visible=False)
@@ -94,7 +100,9 @@ def _coordinate_axes(
         axes.spines[side].set_visible(False)
 
 
-def draw_importances(importances: Mapping[str, float], num_complete: int, out_png: Path) -> None:
+def draw_importances(
+    importances: Mapping[str, float], num_complete: int, about: str, out_png: Path
+) -> None:
     """Draw a bar per option: its share of the variance of the metric over the complete trials (fANOVA).
 
     `importances` is empty if they are unknown; few complete trials tell little.
@@ -102,7 +110,7 @@ def draw_importances(importances: Mapping[str, float], num_complete: int, out_pn
     ordered = sorted(importances.items(), key=lambda item: item[1])
     facts = f"share of the variance over {num_complete} complete trial{'s' * (num_complete != 1)}"
     height = 1.5 + 0.45 * max(len(ordered), 2)
-    with picture(out_png, height, "importance of options", facts) as figure:
+    with picture(out_png, height, f"{about}   ·   importance of options", facts) as figure:
         axes = figure.subplots()
         if not ordered:
             text = "unknown: it takes more than one complete trial, with different values"

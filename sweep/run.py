@@ -13,6 +13,7 @@ from configs.console import print_line
 from configs.many_runs_schema import Sampler, SweepConfig
 from configs.options import require
 from dataloading.dataset.durable_files import exclusive, replace_text
+from nn.plots.style import title_of
 from sweep.driver import Driver
 from sweep.gpus import visible_gpus
 from sweep.pictures import COORDINATES, IMPORTANCES, draw_coordinates, draw_importances
@@ -105,13 +106,14 @@ def _conclude(
 ) -> None:
     """Print and write the results, and test the best trial."""
     rows = rows_of(directory, study, space)
+    about = title_of({"recipe": study.config.recipe, "data": plan.data.path})
     console.print()
     print_trials(console, rows, space, f"{plan.split} {plan.metric.key}")
     replace_text(directory / TABLE, as_csv(rows))
-    draw_coordinates(rows, space, plan.metric, plan.split, directory / COORDINATES)
+    draw_coordinates(rows, space, plan.metric, plan.split, about, directory / COORDINATES)
     importances = study.importances()
     num_complete = sum(row["state"] == "complete" for row in rows)
-    draw_importances(importances, num_complete, directory / IMPORTANCES)
+    draw_importances(importances, num_complete, about, directory / IMPORTANCES)
     best = study.best()
     if best is None:
         raise ValueError(

@@ -15,7 +15,7 @@ from dataloading.keys.key_table import (
     TableChange,
     TableState,
 )
-from dataloading.keys.new_rows import KEYS
+from dataloading.keys.rekeyed import KEYS
 
 PROGRESS = "progress"
 CANDIDATE = "candidate_"

@@ -18,7 +18,7 @@ from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.batch_mapper import BatchChange, BatchMapper
 from dataloading.keys.described_keys import DescribedKeys, described
 from dataloading.keys.key_map import KeyMap
-from dataloading.keys.new_rows import KEYS, LEFT, NewRows, TableFullError
+from dataloading.keys.rekeyed import KEYS, LEFT, Rekeyed, TableFullError
 
 KeysOf = Callable[[int], BatchKeys]
 """Returns the keys of a feature, by its index among the categorical ones, and the memory for their rows."""
@@ -61,7 +61,7 @@ class KeyMaps:
         )
 
     def map(self, take: Callable[[], DescribedKeys]) -> None:
-        """Write the rows of the keys of the next training batch, which is pending until `take_new_rows`.
+        """Write the rows of the keys of the next training batch, which is pending until `take_rekeyed`.
 
         `take`: returns the keys; a batch for which it fails, and every later one, is not mapped. Raises TableFullError:
         more keys need rows than a table has; RuntimeError: an earlier batch has failed; Exception: as `take` raises.
@@ -115,7 +115,7 @@ class KeyMaps:
         if self._broken is not None:
             raise RuntimeError("mapping a batch of keys ended midway") from self._broken
 
-    def take_new_rows(self) -> dict[str, NewRows]:
+    def take_rekeyed(self) -> dict[str, Rekeyed]:
         """Return the rows that got other keys in the oldest pending batch, which trains next, by table."""
         oldest = self._pending.popleft()
         found = {}
@@ -123,7 +123,7 @@ class KeyMaps:
             if change.rows is not None and len(change.rows.slots):
                 order = np.argsort(change.rows.slots)
                 keys = change.rows.keys[order]
-                rows = NewRows(change.rows.slots[order], np.where(keys == 0, LEFT, keys))
+                rows = Rekeyed(change.rows.slots[order], np.where(keys == 0, LEFT, keys))
                 new, evicted = map(np.count_nonzero, (keys, change.rows.old_keys))
                 self.counts["keys_new"] += int(new)
                 self.counts["keys_evicted"] += int(evicted)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from dataloading.dataset.durable_files import edited_copy, write_synced
-from dataloading.keys.new_rows import KEYS
+from dataloading.keys.rekeyed import KEYS
 from nn.checkpoint.directory import write_facts
 from nn.checkpoint.run_facts import FORGOTTEN
 from nn.checkpoint.saved import SavedModel

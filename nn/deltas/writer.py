@@ -18,7 +18,7 @@ from configs.messages import os_error_text
 from configs.schema import CheckpointConfig, DeltaType
 from dataloading.dataset.documents import read_regular
 from dataloading.dataset.durable_files import sync_directory
-from dataloading.keys.new_rows import LEFT, NewRows
+from dataloading.keys.rekeyed import LEFT, Rekeyed
 from nn.checkpoint.directory import DELTA, clear, commit, list_checkpoints, remove, unfinished
 from nn.checkpoint.tensor_index import INDEX_FILE, UnreadableError
 from nn.deltas.delta import CHAIN, KEYS, KeyChange, Link, delta_facts, identity
@@ -86,7 +86,7 @@ class DeltaWriter:
         self._error: BaseException | None = None
         self._taken: list[TakenRows] = []
         self._retired: dict[str, np.ndarray] = {}
-        self._rekeyed: dict[str, NewRows] = {}
+        self._rekeyed: dict[str, Rekeyed] = {}
         if run.start is not None:
             self._clear()
         for one in tables.touched_shards():
@@ -101,7 +101,7 @@ class DeltaWriter:
         if tables.rekeyed is not None:
             for name in tables.rekeyed.sizes:
                 rows = np.array(run.forgotten.get(f"{KEYS}{name}", ()), np.int64)
-                tables.rekeyed.add({name: NewRows(rows, np.full(len(rows), LEFT))})
+                tables.rekeyed.add({name: Rekeyed(rows, np.full(len(rows), LEFT))})
 
     def _clear(self) -> None:
         """Remove the deltas after the state that the run starts from, which are written again."""

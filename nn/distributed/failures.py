@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from dataloading.keys.new_rows import TableFullError
+from dataloading.keys.rekeyed import TableFullError
 from nn.distributed.errors import DeviceError, LostRankError, Rank0Error, RankError, SharedError
 from nn.distributed.process_group import Ranks, has_device_failed, is_first_reporter, is_lost_peer
 

@@ -151,8 +151,8 @@ class LocalEmbeddingBags:
                 vectors = vectors.view(adjacent.num_tables, self.num_samples, -1)
                 self._columns_of(out, placed, adjacent).copy_(vectors)
 
-    def rows(self, ids: Tensor) -> TableRows | None:
-        """Return the rows of ids [N] for a kernel on a GPU that takes them itself; None if a vector is not just one row."""
+    def table_rows(self, ids: Tensor) -> TableRows | None:
+        """Return the rows of ids [N] for a kernel on a GPU that looks them up itself; None if a vector is not just one row."""
         if self._row_offsets is None:
             return None
         return TableRows(self.tables[0].weight, ids, *self._row_offsets)

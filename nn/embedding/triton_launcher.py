@@ -34,12 +34,12 @@ IDS_PER_GROUP = 4
 
 
 class _Level(NamedTuple):
-    """One level of the update, in the order of the kernel's arguments."""
+    """One level of the update, by the names of the kernel's arguments."""
 
     # partial sums of runs that cross an edge of a block, two per block, float32 [2 * blocks, columns]
     sums: Tensor
     sums_keys: Tensor  # their keys, int64
-    sums_counts: Tensor  # whether the partial sum exists, int8
+    sums_exist: Tensor  # whether the partial sum exists, int8
     # per block its table, first id, end, first id of the table and end of the table, int32 [5, blocks]
     blocks: Tensor
 
@@ -116,7 +116,8 @@ class _WidthClass:
         of_elements = [offset for f, offset in zip(states, offsets, strict=True) if not f.per_row]
         # The kernel has two state arguments; the weights fill those that the optimizer lacks, and are not read there.
         lacking = 2 - len(states)
-        self._state = [*(own[0].state[field.name] for field in states), *[self._weights] * lacking]
+        state1, state2 = [own[0].state[f.name] for f in states] + [self._weights] * lacking
+        state1_offset, state2_offset = offsets + [weight_offset] * lacking
         self._first_keys = [placed.first_key for placed in firsts]
         self._counts = [sum(placed.ids.count for placed in of) for of in of_table]
         # Negative for a lookup without pooling; see `_source_of`.
@@ -128,24 +129,27 @@ class _WidthClass:
         width, factor = self._on_device(widths, torch.int32), self._on_device(factors)
 
         bases = row_bases(tables)
-        *slots, self._touched_start = _slots(own, [bases[p] for p in members], width)
-        # In the order of the kernel's arguments, a number per table in each.
-        self._per_table = (
-            weight_offset,
-            *(*offsets, *[weight_offset] * lacking),
-            self._on_device([key_bases[position] for position in members], torch.int64),
-            self._on_device(self._first_keys, torch.int64),
-            self._on_device([placed.first_column for placed in firsts], torch.int64),
-            width,
-            self._on_device(hotness, torch.int32),
-            self._on_device([reciprocal % 2**32 for reciprocal in reciprocals], torch.int64),
-            factor,
-            self._on_device([table.rounding_key for table in own], torch.int32),
-            self._on_device([table.first_column // 2 for table in own], torch.int32),
-            self._on_device([table.first_row or 0 for table in own], torch.int64),
-            self._on_device([len(table.weight) for table in own], torch.int64),
-            *slots,
-        )
+        slots, self._touched_start = _slots(own, [bases[p] for p in members], width)
+        # Arguments of the update's kernel; a tensor has a number per table.
+        self._tables = slots | {
+            "weights": self._weights,
+            "state1": state1,
+            "state2": state2,
+            "weight_offset": weight_offset,
+            "state1_offset": state1_offset,
+            "state2_offset": state2_offset,
+            "key_base": self._on_device([key_bases[p] for p in members], torch.int64),
+            "first_keys": self._on_device(self._first_keys, torch.int64),
+            "out_column": self._on_device([p.first_column for p in firsts], torch.int64),
+            "columns": width,
+            "hotness": self._on_device(hotness, torch.int32),
+            "reciprocals": self._on_device([r % 2**32 for r in reciprocals], torch.int64),
+            "factors": factor,
+            "rounding_key": self._on_device([t.rounding_key for t in own], torch.int32),
+            "first_pair": self._on_device([t.first_column // 2 for t in own], torch.int32),
+            "first_row": self._on_device([t.first_row or 0 for t in own], torch.int64),
+            "num_rows": self._on_device([len(t.weight) for t in own], torch.int64),
+        }
         self._vectors = _vectors(placed_here, tables, weight_offset.tolist(), members)
         # Every address is a multiple of this number of elements, so a thread can load as many at once.
         self._align = gcd(
@@ -154,7 +158,6 @@ class _WidthClass:
             *(placed.first_column for placed in placed_here),
             *(offset.item() % 16 or 16 for offset in torch.cat([weight_offset, *of_elements])),
         )
-        self._unlisted = width, width, factor
         self._set_constants(own, placed_here, config, hotness, sources)
 
     def _set_constants(
@@ -174,14 +177,23 @@ class _WidthClass:
         self._block_d = triton.next_power_of_2(max(widths))
         source = _source_of(own, hotness)
         # Row, column and factor of each key; not read, unless a table has several lookups or a ragged one.
-        self._sources = sources if source == "listed" else None
+        width, factor = self._tables["columns"], self._tables["factors"]
+        listed = (width, width, factor)
+        if source == "listed" and sources is not None:
+            listed = sources.rows, sources.columns, sources.factors
+        names = "listed_rows", "listed_columns", "listed_factors"
+        self._tables |= dict(zip(names, listed, strict=True))
         settings = update_settings(config)
         eps, beta1, beta2 = (settings[name] for name in ("eps", "beta1", "beta2"))
-        # After each beta 1 minus it: in single precision 1 - 0.999 keeps four digits only.
-        self._decays = eps, beta1, 1 - beta1, beta2, 1 - beta2
         # Of the rounded-up reciprocals.
         excesses = [-(2**32) % max(abs(count), 1) for count in hotness]
         self._constants = branch_of(table_rule(config.table_name)) | {
+            "eps": eps,
+            "beta1": beta1,
+            # In single precision 1 - 0.999 keeps four digits only.
+            "rest1": 1 - beta1,
+            "beta2": beta2,
+            "rest2": 1 - beta2,
             "L2": config.embedding_l2 > 0,
             "ONE_HOT": all(count == 1 for count in hotness),
             # They must not reach the next whole number.
@@ -208,14 +220,14 @@ class _WidthClass:
     def look_up(self, ids: Tensor, out: Tensor) -> None:
         samples = max(ELEMENTS_PER_PROGRAM // self._block_d, SAMPLES_PER_PROGRAM)
         samples = min(samples, MOST_SAMPLES_PER_PROGRAM)
-        grid = (triton.cdiv(self._num_samples, samples), len(self._vectors[0]))
+        grid = (triton.cdiv(self._num_samples, samples), len(self._vectors["columns"]))
         _pooled_lookup[grid](
             self._weights,
             ids,
             out,
-            *self._vectors,
-            self._num_samples,
-            out.stride(0),
+            **self._vectors,
+            num_samples=self._num_samples,
+            out_stride=out.stride(0),
             BOUNDED=self._is_bounded,
             IS_MEAN=self._has_ragged_mean,
             ALIGN=gcd(self._align, out.stride(0), out.storage_offset()),
@@ -232,30 +244,26 @@ class _WidthClass:
         touched: Tensor | None,
     ) -> None:
         """Update this class' tables, and store 1 into `touched` for their rows that are updated."""
-        keys, values, counts = ids.keys, gradients, is_good
+        # No sums are marked on the first level, which does not read `exists`: any tensor will do.
+        keys, values, exists = ids.keys, gradients, is_good
         align = gcd(self._align, gradients.stride(0), gradients.storage_offset())
-        of = self._sources
-        listed = self._unlisted if of is None else (of.rows, of.columns, of.factors)
         # Rows are noted on the first level, which reads all keys; without, the kernel has no code for it.
         noted = (None, None) if touched is None else (touched, self._touched_start)
         for number, level in enumerate(self._levels):
             num_blocks = level.blocks.shape[1]
             _segment_update[(num_blocks,)](
-                self._weights,
-                *self._state,
-                keys,
-                ids.order,
-                values,
-                counts,
-                *level,
-                num_blocks,
-                *self._per_table,
-                *noted,
-                *listed,
-                scalars.values,
-                scalars.step,
-                is_good,
-                *self._decays,
+                keys=keys,
+                order=ids.order,
+                gradients=values,
+                exists=exists,
+                **level._asdict(),
+                num_blocks=num_blocks,
+                **self._tables,
+                touched=noted[0],
+                touched_start=noted[1],
+                scalars=scalars.values,
+                updates_before=scalars.step,
+                is_good=is_good,
                 **self._constants,
                 LEVEL=min(number, 1),
                 PREFETCHES=number == 0 and isinstance(_segment_update, triton.JITFunction),
@@ -265,7 +273,7 @@ class _WidthClass:
                 STRIDE=gradients.stride(0) if number == 0 else self._block_d,
                 num_warps=1,
             )
-            keys, values, counts = level.sums_keys, level.sums, level.sums_counts
+            keys, values, exists = level.sums_keys, level.sums, level.sums_exist
             noted = None, None
 
 
@@ -274,8 +282,8 @@ def _vectors(
     tables: Sequence[LocalTable],
     weight_offsets: Sequence[int],
     members: Sequence[int],
-) -> list[Tensor]:
-    """Return the vectors of all lookups as columns on the device, one program each, in the order of the kernel's arguments."""
+) -> dict[str, Tensor]:
+    """Return arguments of the lookup's kernel: of each vector of all lookups, which is one program's, a number."""
     offset_of = dict(zip(members, weight_offsets, strict=True))
     rows = []
     for placed in lookups:
@@ -301,21 +309,26 @@ def _vectors(
             )
     # The longest first: begun last, they would run alone at the end. A ragged one may be long too.
     rows.sort(key=lambda row: row[3] if row[3] > 0 else inf, reverse=True)
-    dtypes = [torch.int64, torch.int64, torch.int32, torch.int32, torch.float32]
-    dtypes += [torch.int64, torch.int32, torch.int64, torch.int64, torch.int64]
+    names = ["weight_offset", "first_id", "id_stride", "num_ids", "factor"]
+    names += ["out_column", "columns", "first_start", "first_row", "num_rows"]
+    dtypes = {"factor": torch.float32} | dict.fromkeys(
+        ["id_stride", "num_ids", "columns"], torch.int32
+    )
     device = tables[0].weight.device
-    return [
-        torch.tensor(values, dtype=dtype, device=device)
-        for values, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
-    ]
+    return {
+        name: torch.tensor(values, dtype=dtypes.get(name, torch.int64), device=device)
+        for name, values in zip(names, zip(*rows, strict=True), strict=True)
+    }
 
 
-def _slots(own: Sequence[LocalTable], row_keys: Sequence[int], unused: Tensor) -> list[Tensor]:
+def _slots(
+    own: Sequence[LocalTable], row_keys: Sequence[int], unused: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
     """Describe the arenas of tables in host memory, by whose rows 16-bit weights are rounded and rows marked.
 
-    Returns the rows of all slots, counted from the lowest address, and each table's start in them, negative without an arena;
-    the number of its row 0 in its group; and, by `row_keys` of first rows, the row key of row 0 of an arena's group, otherwise
-    of row 0 here. Without arenas no slot is read.
+    Returns the rows of all slots, counted from the lowest address, each table's start in them, negative without an arena, and
+    the number of its row 0 in its group, by the names of the kernel's arguments; and, by `row_keys` of first rows, the row key
+    of row 0 of an arena's group, otherwise of row 0 here. Without arenas no slot is read.
     """
     arenas = [table.slots for table in own if table.slots is not None]
     rows = min((arena.rows for arena in arenas), key=Tensor.data_ptr, default=unused)
@@ -327,7 +340,8 @@ def _slots(own: Sequence[LocalTable], row_keys: Sequence[int], unused: Tensor) -
         for table, key in zip(own, row_keys, strict=True)
     ]
     columns = zip(*numbers, strict=True)
-    return [rows, *(torch.tensor(c, dtype=torch.int64, device=unused.device) for c in columns)]
+    start, offset, touched = (torch.tensor(c, device=unused.device) for c in columns)
+    return {"slot_rows": rows, "slot_start": start, "slot_offset": offset}, touched
 
 
 def _source_of(own: Sequence[LocalTable], hotness: Sequence[int]) -> str:
@@ -386,7 +400,7 @@ def _levels(
                 blocks=torch.tensor(blocks, dtype=torch.int32, device=device).t().contiguous(),
                 sums=torch.empty(num_sums, block_d, device=device),
                 sums_keys=torch.empty(num_sums, dtype=torch.int64, device=device),
-                sums_counts=torch.empty(num_sums, dtype=torch.int8, device=device),
+                sums_exist=torch.empty(num_sums, dtype=torch.int8, device=device),
             )
         )
         ranges = next_ranges

@@ -75,7 +75,7 @@ def _fused(bottom: Tensor | None, embeddings: PooledEmbeddings, num_outputs: int
     # Only CUDA builds of torch include Triton.
     from nn.ops.triton.dot_interaction import dot_interaction_of_rows, fused_dot_interaction
 
-    rows, layout = embeddings.rows, embeddings.layout
+    rows, layout = embeddings.table_rows, embeddings.layout
     if rows is not None and bottom is not None:
         if not torch.is_grad_enabled():
             return dot_interaction_of_rows(bottom, rows, num_outputs)

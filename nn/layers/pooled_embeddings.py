@@ -24,10 +24,10 @@ class PooledEmbeddings:
     """Embeddings [B, F, D] in any layout."""
 
     layout: EmbeddingLayout  # of the values in memory
-    # returns the values as one flat tensor, once; given True, it is memory that the caller fills from `rows`
+    # returns the values as one flat tensor, once; given True, it is memory that the caller fills from `table_rows`
     take: Callable[[bool], Tensor]
     # the tables' rows, of which a kernel may take the vectors itself; without gradients it needs no memory for them
-    rows: TableRows | None = None
+    table_rows: TableRows | None = None
     # returns the distinct rows of a table, with the positions of a feature's ids
     rows_of: Callable[[str, str], DistinctRows] | None = None
     # returns the events of a sequence group

@@ -37,7 +37,7 @@ class DLRM(Model):
         self.interaction = DotInteraction(
             num_categorical, options.embedding_dim, has_bottom=self.bottom is not None
         )
-        self.takes_rows = self.bottom is not None and self.interaction.is_fusible
+        self.fuses_lookup = self.bottom is not None and self.interaction.is_fusible
         self.top = MLP(
             self.interaction.num_outputs, options.top_mlp, final_activation=False, **rates(options)
         )

@@ -73,7 +73,7 @@ class Model(nn.Module):
     prefix_columns: int = 0
     # whether `forward` gives all embeddings to one layer that looks up rows itself where it can, and to nothing
     # else; in training on one GPU nothing is then looked up before
-    takes_rows: bool = False
+    fuses_lookup: bool = False
 
     def __init__(self) -> None:
         super().__init__()

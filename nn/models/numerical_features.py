@@ -37,7 +37,7 @@ class WithEncodedNumbers(Wrapper):
 
     def __init__(self, model: Model, options: ModelConfig, spec: FeatureSpec) -> None:
         super().__init__(model)
-        self.prefix_columns, self.takes_rows = model.prefix_columns, model.takes_rows
+        self.prefix_columns, self.fuses_lookup = model.prefix_columns, model.fuses_lookup
         named = named_numbers(options, spec)
         self._named = [spec.numerical.index(name) for name in named]
         self._others = [n for n, name in enumerate(spec.numerical) if name not in named]

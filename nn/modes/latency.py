@@ -39,7 +39,7 @@ def _timed_ms(step: TrainStep, batch: Batch, ranks: Ranks) -> float:
 
 
 def _forward(step: TrainStep, batch: Batch) -> Tensor:
-    return step.predict(*step.path.start(batch))
+    return step.predict(*step.runner.start(batch))
 
 
 def _synchronize(ranks: Ranks) -> None:

@@ -50,7 +50,7 @@ from nn.session import Session, open_session
 from nn.training.evaluator import Evaluator
 from nn.training.limits import EvalSteps
 from nn.training.loop_state import LoopState, Origin
-from nn.training.new_rows import NewRows
+from nn.training.stream_rows import StreamRows
 from nn.training.trainer import RunOutput, Saving, Trainer
 
 EVALUATED_ROW = 1 / 3
@@ -130,7 +130,7 @@ def open_training(
             path = Path(config.log.prometheus)
             own.append(PrometheusFile(path, str(session.recorder.run_dir), session.logger))
         observers_of_run = Observers([one for one in own if one is not None], users)
-        output = RunOutput(session.recorder, progress, saving, observers_of_run, _new_rows(session))
+        output = RunOutput(session.recorder, progress, saving, observers_of_run, _stream(session))
         trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
@@ -139,10 +139,10 @@ def open_training(
         yield trainer, saving
 
 
-def _new_rows(session: Session) -> NewRows | None:
+def _stream(session: Session) -> StreamRows | None:
     if not isinstance(session.source, StreamSource):
         return None
-    return NewRows(session.source, session.config, session.ranks, session.logger.warning)
+    return StreamRows(session.source, session.config, session.ranks, session.logger.warning)
 
 
 def _time_left(

@@ -1,8 +1,10 @@
 """CUDA graph of a function of tensors: captured once, replayed for every further input."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from threading import Lock
 from typing import Generic, TypeVar
 from weakref import WeakSet
 
@@ -52,9 +54,10 @@ class CudaGraph(Generic[Outputs]):
         _open.add(self)
         pool = None if beside is None else beside._graph.pool()
         # Thread-local: the loader's threads continue to allocate pinned memory meanwhile.
-        with torch.cuda.graph(
+        capture = torch.cuda.graph(
             self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"
-        ):
+        )
+        with _without_collection(), capture:
             self.outputs: Outputs | None = function(*self._inputs)
 
     def load(self, *inputs: Tensor) -> None:
@@ -79,6 +82,25 @@ class CudaGraph(Generic[Outputs]):
 
 
 _open: WeakSet[CudaGraph] = WeakSet()
+_capturing = Lock()
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Let Python collect no cycles during a capture, of which torch allows one at a time.
+
+    Parts of a closed step lie in cycles. When their pinned memory is freed, torch records an event on every stream that has
+    copied from it. One that records into a capture is never valid, also after it: the next thread that allocates pinned memory
+    queries it and fails, with "operation not permitted" or "invalid argument" (as in pytorch/pytorch#193982).
+    """
+    with _capturing:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 def close_graphs() -> None:

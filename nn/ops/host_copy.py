@@ -17,7 +17,8 @@ class HostCopy:
         self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         self._values.copy_(values, non_blocking=True)
         self._event = torch.cuda.Event()
-        self._event.record()
+        # The current device of a thread may be another one.
+        self._event.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> Tensor:
         """Return the values, once the device has computed them."""

@@ -152,7 +152,7 @@ def _facts(run: RunRecords, metrics: Sequence[Metric]) -> str:
     header, parts = run.header, []
     if len(metrics) > MOST_TASKS:
         parts.append(f"the first {MOST_TASKS} of {len(metrics)} tasks")
-    if header.get("recipe") is not None:
+    if header.get("recipe") not in (None, header.get("model")):
         parts.append(str(header["recipe"]))
     if is_finite(header.get("batch_size")):
         parts.append(f"batch {header['batch_size']:,}")

@@ -21,7 +21,9 @@ def draw_predictions(document: Mapping[str, Any], out_png: Path) -> None:
     tasks = dict(list(document["tasks"].items())[:MOST_TASKS])
     num_rows = next(iter(tasks.values()))["rows"]
     title = f"{title_of(document)}   ·   predictions of split {document['split']} after step {document['step']:,}"
-    facts = f"{document['recipe']}   ·   {num_rows:,} rows"
+    facts = f"{num_rows:,} rows"
+    if document["recipe"] != document.get("model"):
+        facts = f"{document['recipe']}   ·   {facts}"
     if len(document["tasks"]) > MOST_TASKS:
         facts += f"   ·   the first {MOST_TASKS} of {len(document['tasks'])} labels"
     with picture(out_png, 0.7 + 5 * len(tasks), title, facts) as figure:

@@ -121,12 +121,12 @@ class Channels:
     owners: dist.ProcessGroup | None
 
     @classmethod
-    def open(cls, ranks: Ranks, group: RankGroup, *, two_hops: bool) -> "Channels":
+    def open(cls, ranks: Ranks, rank_group: RankGroup, *, two_hops: bool) -> "Channels":
         """Open the communicators; in two hops only if there are several nodes of several ranks."""
         all_ranks = open_channel(ranks, "ids")
         if two_hops and has_two_hops(ranks):
             return cls(all_ranks, TwoHops(ranks, "ids"), TwoHops(ranks, "embeddings"), None)
-        within, owners = group.open_channels(ranks)
+        within, owners = rank_group.open_channels(ranks)
         return cls(all_ranks, OneHop(all_ranks), OneHop(within), owners)
 
 
@@ -149,7 +149,7 @@ class RankTables:
     scalars: UpdateScalars
     dtype: torch.dtype
     ranks: Ranks
-    group: RankGroup
+    rank_group: RankGroup
     channels: Channels
     touched: TouchedRows | None = None
     tier: HostTier | None = None
@@ -285,14 +285,16 @@ def track_rows(
     rest = [shard for shard in own if not shard.table.is_requested]
     for position, shard in enumerate(rest):
         shard.touched = touched.of_table(position)
-    for group in placement.requested:
-        if group.replica is not None:
+    for requested in placement.requested:
+        if requested.replica is not None:
             continue
-        group.touched.extend(TouchedRows([table], device) for table in group.owned)
-        members = (shard for shard in own if shard.table.name in group.names)
-        firsts = [0] * len(group.owned)
-        for shard, rows, memory in zip(members, group.owned_rows, group.memories, strict=True):
-            mask = group.touched[memory].of_table(0)
+        requested.touched.extend(TouchedRows([table], device) for table in requested.owned)
+        members = (shard for shard in own if shard.table.name in requested.names)
+        firsts = [0] * len(requested.owned)
+        for shard, rows, memory in zip(
+            members, requested.owned_rows, requested.memories, strict=True
+        ):
+            mask = requested.touched[memory].of_table(0)
             shard.touched = mask[firsts[memory] : firsts[memory] + rows]
             firsts[memory] += rows
     return touched

@@ -65,10 +65,11 @@ class RequestCapacity:
     @property
     def _merges(self) -> bool:
         """Return whether owners merge the rows that the ranks of a group ask for."""
-        return min(self._tables.group.size, self._tables.group.count) > 1
+        return min(self._tables.rank_group.size, self._tables.rank_group.count) > 1
 
     def _shards(self) -> list[Any]:
-        return [[group.names, group.rows_by_rank] for group in self._tables.placement.requested]
+        requested = self._tables.placement.requested
+        return [[tables.names, tables.rows_by_rank] for tables in requested]
 
     def exact(
         self, batch_size: int, ids: Tensor, doublings: Doublings = (), num_valid: int | None = None
@@ -92,14 +93,14 @@ class RequestCapacity:
         Behind them come the distinct ones that a group of ranks asks of each owner, the most over all groups.
         """
         groups, asked = self._tables.placement.requested, []
-        for group in groups:
-            keys = RequestKeys(self._tables, group, batch_size, doublings)
+        for requested in groups:
+            keys = RequestKeys(self._tables, requested, batch_size, doublings)
             asked.append((keys, keys.distinct(keys.prepare(ids, num_valid))))
-        sizes = [len(group.rows_by_rank) for group in groups]
+        sizes = [len(requested.rows_by_rank) for requested in groups]
         requests = _most(channel, [rows.counts.tolist() for _, rows in asked], sizes)
         if not self._merges:
             return requests, ((),) * len(groups)
-        merges = [group.replica is None for group in groups]
+        merges = [requested.replica is None for requested in groups]
         here = [
             self._merged_count(keys, rows, capacity) if is_merged else []
             for (keys, rows), capacity, is_merged in zip(asked, requests, merges, strict=True)
@@ -110,11 +111,11 @@ class RequestCapacity:
         self, keys: RequestKeys, rows: SortedKeys, capacity: Sequence[int]
     ) -> list[int]:
         """Return the distinct rows that this rank's group asks of it, and 0 of the group's other ranks."""
-        group, ranks = self._tables.group, self._tables.ranks
+        rank_group, ranks = self._tables.rank_group, self._tables.ranks
         asked, _ = keys.requests(rows, RowCapacity(capacity, ranks.device))
-        arrived = group.send_within(asked, capacity, self._tables.channels.ids)
+        arrived = rank_group.send_within(asked, capacity, self._tables.channels.ids)
         count = len(torch.unique(arrived[arrived != NO_ID]))
-        return [count * (rank == group.rank) for rank in range(group.size)]
+        return [count * (rank == rank_group.rank) for rank in range(rank_group.size)]
 
 
 def _most(channel: HostChannel, counts: Sequence[Sequence[int]], sizes: Sequence[int]) -> Rows:
@@ -125,4 +126,4 @@ def _most(channel: HostChannel, counts: Sequence[Sequence[int]], sizes: Sequence
 
 
 def _with_reserve(rows: Rows) -> Rows:
-    return tuple(tuple(map(capacity_for, group)) for group in rows)
+    return tuple(tuple(map(capacity_for, of_tables)) for of_tables in rows)

@@ -61,11 +61,11 @@ class RequestKeys:
     """
 
     def __init__(
-        self, tables: RankTables, group: RequestedTables, batch_size: int, doublings: Doublings
+        self, tables: RankTables, requested: RequestedTables, batch_size: int, doublings: Doublings
     ) -> None:
         counts = tables.counts(batch_size, doublings)
         device = tables.ranks.device
-        features = features_of(group.shards, counts)
+        features = features_of(requested.shards, counts)
         sizes = {name: count.sent_size(batch_size) for name, count in counts.items()}
         starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
         self._selected = torch.cat(
@@ -80,7 +80,7 @@ class RequestKeys:
         # The block of a feature in the last table that looks it up.
         self.block_of: dict[str, str] = {}
         first = 0
-        for position, shard in enumerate(group.shards):
+        for position, shard in enumerate(requested.shards):
             for lookup in shard.lookups:
                 block = self._prepare.blocks[lookup.feature]
                 self._sources.append((block, position))
@@ -95,23 +95,23 @@ class RequestKeys:
                     for lookup, name in zip(shard.lookups, names, strict=True)
                 )
             )
-        self._set_shifts(group, device)
+        self._set_shifts(requested, device)
 
-    def _set_shifts(self, group: RequestedTables, device: torch.device) -> None:
+    def _set_shifts(self, requested: RequestedTables, device: torch.device) -> None:
         """Store what turns an id into a key: the rows of a shard of its table, and the difference for every shard."""
-        starts = list(accumulate(group.rows_by_rank, initial=0))
+        starts = list(accumulate(requested.rows_by_rank, initial=0))
         self._no_key = starts[-1]
         dtype = torch.int32 if self._no_key < 2**31 - 1 else torch.int64
         self.starts = torch.tensor(starts, dtype=dtype, device=device)
-        most = max(len(shards) for shards in group.shards_by_table)
-        shifts = torch.zeros(len(group.shards), most, dtype=dtype)
-        for table, shards in enumerate(group.shards_by_table):
+        most = max(len(shards) for shards in requested.shards_by_table)
+        shifts = torch.zeros(len(requested.shards), most, dtype=dtype)
+        for table, shards in enumerate(requested.shards_by_table):
             for number, shard in enumerate(shards):
                 shifts[table, number] = starts[shard.rank] + shard.base - shard.first_row
         self._shifts = shifts.flatten().to(device)
         repeats = torch.tensor([block.count for block, _ in self._sources])
         tables = torch.tensor([table for _, table in self._sources])
-        rows_per_shard = torch.tensor(group.rows_per_shard)[tables]
+        rows_per_shard = torch.tensor(requested.rows_per_shard)[tables]
         self._rows_per_shard = rows_per_shard.repeat_interleave(repeats).to(device, dtype)
         self._first_shift = (tables * most).repeat_interleave(repeats).to(device, torch.int32)
 
@@ -167,7 +167,7 @@ class RequestKeys:
     def distinct_rows(self, rows: Tensor, local: Tensor, feature: str) -> DistinctRows:
         """Return rows with the positions of a feature's ids; `local` is the result of `with_row_positions`.
 
-        Raises KeyError: no table of the group is looked up by it.
+        Raises KeyError: none of the tables is looked up by it.
         """
         block = self.blocks[self.block_of[feature]]
         positions = local.narrow(0, block.first, block.count)

@@ -42,7 +42,7 @@ class RowRequests:
     def __init__(
         self,
         tables: RankTables,
-        group: RequestedTables,
+        requested: RequestedTables,
         keys: RequestKeys,
         capacity: Sequence[int],
         merged: Sequence[int],
@@ -52,37 +52,37 @@ class RowRequests:
         ranks, self._channels = tables.ranks, tables.channels
         self._row_capacity = RowCapacity(capacity, ranks.device)
         self._is_local = len(self._capacity) == 1
-        here = self._capacity[0 if self._is_local else tables.group.rank]
+        here = self._capacity[0 if self._is_local else tables.rank_group.rank]
         self._from_each = [here] * len(self._capacity)
         count = sum(self._from_each)
-        columns, self._merged = group.owned[0].weight.shape[1], None
+        columns, self._merged = requested.owned[0].weight.shape[1], None
         # Rows that a group asks of this rank, and those of all groups.
-        asked = merged[tables.group.rank] if merged else count
+        asked = merged[tables.rank_group.rank] if merged else count
         if merged:
-            num_rows = group.rows_by_rank[tables.group.rank]
+            num_rows = requested.rows_by_rank[tables.rank_group.rank]
             self._merged = MergedRows(tables, count, num_rows, asked, columns)
-        self._group = tables.group
-        self._has_groups = group.replica is None and self._group.count > 1
+        self._rank_group = tables.rank_group
+        self._has_groups = requested.replica is None and self._rank_group.count > 1
         self._own_asked = slice(0, asked)
         if self._has_groups:
-            first = asked * self._group.number
+            first = asked * self._rank_group.number
             self._own_asked = slice(first, first + asked)
-        all_asked = asked * (self._group.count if self._has_groups else 1)
+        all_asked = asked * (self._rank_group.count if self._has_groups else 1)
         bags = partial(bags_by_number, dtype=tables.dtype, device=ranks.device)
         own = partial(bags, config=tables.config, scalars=tables.scalars)
-        self._owned = [own(table, count) for table in group.owned]
+        self._lookup_bags = [own(table, count) for table in requested.owned]
         # The gradients of a replicated table are summed over ranks, and its optimizer has them all.
-        self._updated = self._owned
+        self._update_bags = self._lookup_bags
         if self._has_groups:
-            self._updated = [own(table, all_asked) for table in group.owned]
+            self._update_bags = [own(table, all_asked) for table in requested.owned]
         elif replica_gradient is not None:
             sums = LocalTable(BY_NUMBER, replica_gradient, {}, first_row=0)
-            self._updated = [bags(sums, count, ADDITION, addition_scalars(ranks.device))]
-        for updated, touched in zip(self._updated, group.touched, strict=False):
+            self._update_bags = [bags(sums, count, ADDITION, addition_scalars(ranks.device))]
+        for updated, touched in zip(self._update_bags, requested.touched, strict=False):
             updated.touched = touched
-        self._split = _RowsOfMemories(group, ranks.device)
+        self._split = _RowsOfMemories(requested, ranks.device)
         self.in_tier: list[tuple[SlotRows, int]] = [
-            (table.slots, all_asked) for table in group.owned if table.slots is not None
+            (table.slots, all_asked) for table in requested.owned if table.slots is not None
         ]
         self.rows = torch.zeros(
             self._row_capacity.total + 1, columns, dtype=tables.dtype, device=ranks.device
@@ -100,7 +100,7 @@ class RowRequests:
         # Sums of the gradients of each of `rows`, of one per id.
         self.sums_by_id = RowSums(bags_of, self.rows.shape, ranks.device)
         # The rows of one memory, if there are several.
-        self._sent_part = torch.empty_like(self._sent) if len(self._owned) > 1 else None
+        self._sent_part = torch.empty_like(self._sent) if len(self._lookup_bags) > 1 else None
 
     def send(self, ids: Tensor, num_valid: int | None) -> tuple[RequestedIds, list[Tensor], Tensor]:
         """Ask for the rows of a batch.
@@ -115,16 +115,16 @@ class RowRequests:
         overflows = (rows.counts > self._row_capacity.limits).any().view(1)
         arrived = asked
         if not self._is_local:
-            arrived = self._group.send_within(asked, self._capacity, self._channels.ids)
+            arrived = self._rank_group.send_within(asked, self._capacity, self._channels.ids)
         merged_keys, merged_order = asked.new_empty(0), rows.order.new_empty(0)
         if self._merged is not None:
             arrived, merged_keys, merged_order, lacks = self._merged.merge(arrived)
             overflows |= lacks
         if self._has_groups:
-            arrived = self._group.numbers_of_all_groups(arrived, self._channels.ids)
+            arrived = self._rank_group.numbers_of_all_groups(arrived, self._channels.ids)
         local = keys.with_row_positions(prepared, position, rows.order)
         on_device, in_tier = arrived.new_empty(0), []
-        for bags, of_memory in zip(self._owned, self._split(arrived), strict=True):
+        for bags, of_memory in zip(self._lookup_bags, self._split(arrived), strict=True):
             if bags.tables[0].slots is None:
                 on_device = of_memory
             else:
@@ -140,10 +140,11 @@ class RowRequests:
         return requested, in_tier, overflows
 
     def _asked(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[Tensor]:
-        """Return what is asked of each of `_owned`: rows, or their slots."""
+        """Return what is asked of each of `_lookup_bags`: rows, or their slots."""
         in_tier = iter(slots)
         return [
-            ids.asked if bags.tables[0].slots is None else next(in_tier) for bags in self._owned
+            ids.asked if bags.tables[0].slots is None else next(in_tier)
+            for bags in self._lookup_bags
         ]
 
     def fetch(self, ids: RequestedIds, slots: Sequence[Tensor]) -> None:
@@ -154,7 +155,7 @@ class RowRequests:
         asked_here = [asked[self._own_asked] for asked in self._asked(ids, slots)]
         if self._merged is not None:
             asked_here = [of_asked(rows, ids.merged_keys, ids.merged_order) for rows in asked_here]
-        first, *others = zip(self._owned, asked_here, strict=True)
+        first, *others = zip(self._lookup_bags, asked_here, strict=True)
         bags, asked = first
         bags.look_up(asked, self._sent)
         for bags, asked in others:
@@ -174,7 +175,7 @@ class RowRequests:
     def sort(self, ids: RequestedIds, slots: Sequence[Tensor]) -> list[SortedIds]:
         """Sort the rows that are asked of this rank, for each memory."""
         asked = self._asked(ids, slots)
-        return [bags.sort(rows) for bags, rows in zip(self._updated, asked, strict=True)]
+        return [bags.sort(rows) for bags, rows in zip(self._update_bags, asked, strict=True)]
 
     def sort_merged(self, ids: RequestedIds) -> SortedIds | None:
         """Return the rows that this group asks of this rank for `send_back`; None if they are not merged."""
@@ -202,24 +203,27 @@ class RowRequests:
 
         Those of a replicated table are added to its gradient.
         """
-        for bags, of_memory in zip(self._updated, ids, strict=True):
+        for bags, of_memory in zip(self._update_bags, ids, strict=True):
             bags.update(of_memory, gradients, is_good)
 
 
 class _RowsOfMemories:
     """Splits the rows that are asked of a rank by the memory that they lie in."""
 
-    def __init__(self, group: RequestedTables, device: torch.device) -> None:
-        self._num_memories = len(group.owned)
-        starts = list(accumulate(group.owned_rows, initial=0))
+    def __init__(self, requested: RequestedTables, device: torch.device) -> None:
+        self._num_memories = len(requested.owned)
+        starts = list(accumulate(requested.owned_rows, initial=0))
         ends_in_memory = [0] * self._num_memories
         shifts = []
-        for start, rows, memory in zip(starts, group.owned_rows, group.memories, strict=False):
+        # The last start is the number of all rows.
+        for start, rows, memory in zip(
+            starts[:-1], requested.owned_rows, requested.memories, strict=True
+        ):
             shifts.append(ends_in_memory[memory] - start)
             ends_in_memory[memory] += rows
         self._ends = torch.tensor(starts[1:-1], dtype=torch.int64, device=device)
         self._shifts = torch.tensor(shifts, dtype=torch.int64, device=device)
-        self._memories = torch.tensor(group.memories, dtype=torch.int64, device=device)
+        self._memories = torch.tensor(requested.memories, dtype=torch.int64, device=device)
 
     def __call__(self, asked: Tensor) -> list[Tensor]:
         """Return the rows of each memory, numbered there, with `NO_ID` in place of all others."""

@@ -39,7 +39,7 @@ NO_REQUESTS = Capacity()
 
 @dataclass(frozen=True, slots=True)
 class SortedRequest:
-    """Sorted ids of a group of requested tables.
+    """Sorted ids of requested tables of one width.
 
     Attributes:
         asked: the rows asked of each memory of this rank.
@@ -53,11 +53,12 @@ class SortedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SortedOwnedIds:
-    """Sorted ids of the tables that are not replicated, and of each group of requested tables."""
+class SortedBatch:
+    """A batch's ids, sorted for the updates: of tables whose vectors are sent, of requested ones by width, of replicas."""
 
-    owned: SortedIds
+    vectors: SortedIds
     requested: list[SortedRequest]
+    replicas: SortedIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,23 +70,20 @@ class LookupGradients:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedGradients:
-    """Gradients on the ranks of their tables.
+class ReturnedGradients:
+    """Gradients on the ranks of their tables: of vectors, [B * W, T], and of rows of `requested` ones, None if replicated."""
 
-    Those of `owned` tables are of vectors, [B * W, T], those of each `requested` group of rows; None of a replicated table.
-    """
-
-    owned: Tensor
+    vectors: Tensor
     requested: list[Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """A group of requested tables; `pooled` is None if the dense component takes the rows."""
+class _Requested:
+    """Requested tables of one width, for batches of one size; `pooled` is None if the dense component takes the rows."""
 
     tables: RequestedTables
     keys: RequestKeys
-    requests: RowRequests
+    exchange: RowRequests
     pooled: PooledRows | None
 
     @property
@@ -111,8 +109,8 @@ class ShardedLookup:
         replicated_gradients: Sequence[Tensor],
         prefix_columns: int,
     ) -> None:
-        placement, ranks, rank_group = tables.placement, tables.ranks, tables.group
-        self._ranks, self._group, self._tier = ranks, rank_group, tables.tier
+        placement, ranks, rank_group = tables.placement, tables.ranks, tables.rank_group
+        self._ranks, self._rank_group, self._tier = ranks, rank_group, tables.tier
         self._channels, self._sequences = tables.channels, tables.sequences
         self._capacity = capacity
         counts = tables.counts(batch_size, capacity.doublings)
@@ -131,38 +129,41 @@ class ShardedLookup:
         self._prepare_replicated = ArrivedIds(
             tables, features_of(placement.replicas, counts), counts, 1, batch_size
         )
-        self._groups: list[_Group] = []
-        for group, rows, merged in zip(
+        self._requested: list[_Requested] = []
+        for requested, rows, merged in zip(
             placement.requested, capacity.requests, capacity.merged, strict=True
         ):
-            keys = RequestKeys(tables, group, batch_size, capacity.doublings)
-            gradient = None if group.replica is None else replicated_gradients[group.replica]
-            requests = RowRequests(tables, group, keys, rows, merged, gradient)
+            keys = RequestKeys(tables, requested, batch_size, capacity.doublings)
+            replica = requested.replica
+            gradient = None if replica is None else replicated_gradients[replica]
+            exchange = RowRequests(tables, requested, keys, rows, merged, gradient)
             pooled = None
-            if not group.hands_out:
-                pooled = PooledRows(tables, keys, requests.rows[:-1], batch_size)
-            self._groups.append(_Group(group, keys, requests, pooled))
+            if not requested.hands_out:
+                pooled = PooledRows(tables, keys, exchange.rows[:-1], batch_size)
+            self._requested.append(_Requested(requested, keys, exchange, pooled))
         self.handed_out = {
-            group.table: group.requests.rows for group in self._groups if group.pooled is None
+            requested.table: requested.exchange.rows
+            for requested in self._requested
+            if requested.pooled is None
         }
-        in_tier = [entry for group in self._groups for entry in group.requests.in_tier]
+        in_tier = [entry for requested in self._requested for entry in requested.exchange.in_tier]
         self._slots = SlotIds(placement.owned, self._prepare_owned.blocks, ranks.device, in_tier)
-        self._updated = _embedding_bags(
+        self._update_bags = _embedding_bags(
             tables, self._slots.tables, self._slots.blocks, batch_size * ranks.world_size
         )
-        self._updated.touched = tables.touched
-        # What is looked up for the samples of this rank's group.
-        self._owned, self._group_ids = self._updated, None
+        self._update_bags.touched = tables.touched
+        # Lookup is for the samples of this rank's group of ranks, update for those of all groups; with one they are one object.
+        self._lookup_bags, self._group_ids = self._update_bags, None
         if rank_group.count > 1:
             self._group_ids = GroupIds(self._slots.blocks, rank_group, ranks.device)
-            self._owned = _embedding_bags(
+            self._lookup_bags = _embedding_bags(
                 tables, self._slots.tables, self._group_ids.blocks, batch_size * rank_group.size
             )
-        self._replicated = _embedding_bags(
+        self._replica_bags = _embedding_bags(
             tables, placement.replicas, self._prepare_replicated.blocks, batch_size
         )
         gradients = [replicated_gradients[number] for number in placement.replica_numbers]
-        self._replicated_sums = _gradient_sums(
+        self._replica_sums = _gradient_sums(
             tables, gradients, self._prepare_replicated.blocks, batch_size
         )
         self._set_sizes(tables, batch_size, prefix_columns)
@@ -170,7 +171,7 @@ class ShardedLookup:
     def _set_sizes(self, tables: RankTables, batch_size: int, prefix_columns: int) -> None:
         """Allocate the buffers of the embeddings' all-to-all, and describe the positions of vectors in them."""
         placement, ranks = tables.placement, tables.ranks
-        group_size = tables.group.size
+        group_size = tables.rank_group.size
         widths = [sum(shard.width for shard in shards) for shards in placement.owned_by_rank]
         self._partial_columns = sum(
             shard.width for shard in placement.owned_by_rank[0] if shard.is_partial
@@ -180,10 +181,10 @@ class ShardedLookup:
         self._prefix_columns = prefix_columns if is_alone else 0
         self._widths = widths
         self._local_sizes = [batch_size * (self._prefix_columns + width) for width in widths]
-        own_width = widths[tables.group.rank]
+        own_width = widths[tables.rank_group.rank]
         self._owned_sizes_by_rank = [batch_size * own_width] * group_size
         self._starts = list(accumulate(self._local_sizes, initial=0))
-        requested = [sum(shard.width for shard in group.shards) for group in placement.requested]
+        requested = [sum(shard.width for shard in of.shards) for of in placement.requested]
         # Behind what arrives: the sums of partial vectors, the vectors of requested tables, those of replicated ones.
         further = [self._partial_columns, *requested, replicated_columns]
         sizes = [batch_size * columns for columns in further]
@@ -219,7 +220,7 @@ class ShardedLookup:
         owned, replicated = self._exchange(ids)
         if num_valid is not None:
             self._prepare_owned.repeat_first_row(owned, num_valid)
-        sent = [group.requests.send(ids, num_valid) for group in self._groups]
+        sent = [requested.exchange.send(ids, num_valid) for requested in self._requested]
         overflows = None
         if sent:
             lacking = torch.stack([lacks for _, _, lacks in sent]).any(0).int()
@@ -229,7 +230,7 @@ class ShardedLookup:
                 self._prepare_owned(owned), [rows for _, in_tier, _ in sent for rows in in_tier]
             ),
             self._prepare_replicated(replicated),
-            tuple(requested for requested, _, _ in sent),
+            tuple(of_batch for of_batch, _, _ in sent),
             self._capacity,
         )
         return local, overflows
@@ -257,9 +258,9 @@ class ShardedLookup:
 
         They are in the memory that `layout` describes; the next call overwrites it.
         """
-        self._owned.look_up(self._looked_up_ids(ids), self._sent)
-        self._replicated.look_up(ids.replicated, self._replicated_part(self._local))
-        if self._group.size > 1 and self._starts[-1]:
+        self._lookup_bags.look_up(self._looked_up_ids(ids), self._sent)
+        self._replica_bags.look_up(ids.replicated, self._replicated_part(self._local))
+        if self._rank_group.size > 1 and self._starts[-1]:
             self._channels.embeddings(
                 self._local[: self._starts[-1]],
                 self._sent.view(-1),
@@ -267,34 +268,34 @@ class ShardedLookup:
                 self._owned_sizes_by_rank,
             )
             self._add_partial()
-        for number, (group, slots) in enumerate(self._groups_with_slots(ids)):
-            group.requests.fetch(ids.requested[number], slots)
-            if group.pooled is not None:
+        for number, (requested, slots) in enumerate(self._requested_with_slots(ids)):
+            requested.exchange.fetch(ids.requested[number], slots)
+            if requested.pooled is not None:
                 out = self._requested_part(self._local, number)
-                group.pooled.look_up(ids.requested[number], out)
+                requested.pooled.look_up(ids.requested[number], out)
         return self._local
 
     def distinct_rows(self, ids: LocalIds, rows: Tensor, table: str, feature: str) -> DistinctRows:
         """Return `rows`, which are those of a table of `handed_out`, with the positions of a feature's ids."""
         number = self._number_of(table)
         local = ids.requested[number].local
-        found = self._groups[number].keys.distinct_rows(rows, local, feature)
+        found = self._requested[number].keys.distinct_rows(rows, local, feature)
         return replace(found, max_length=self._sequences.max_length(feature))
 
     def vectors(self, ids: LocalIds, rows: Tensor, table: str) -> dict[str, Tensor]:
         """Return the row of each id of each feature, [C, D], of the same rows; the sort that found them adds up gradients."""
         number = self._number_of(table)
-        group, requested = self._groups[number], ids.requested[number]
-        blocks = group.keys.blocks
+        requested, of_batch = self._requested[number], ids.requested[number]
+        blocks = requested.keys.blocks
         positions = [
-            requested.local.narrow(0, block.first, block.count) for block in blocks.values()
+            of_batch.local.narrow(0, block.first, block.count) for block in blocks.values()
         ]
-        found = _ById.apply(rows, group.requests, requested, *positions)
+        found = _ById.apply(rows, requested.exchange, of_batch, *positions)
         of_block = dict(zip(blocks, found, strict=True))
-        return {feature: of_block[block] for feature, block in group.keys.block_of.items()}
+        return {feature: of_block[block] for feature, block in requested.keys.block_of.items()}
 
     def _number_of(self, table: str) -> int:
-        return [group.table for group in self._groups].index(table)
+        return [requested.table for requested in self._requested].index(table)
 
     def sequence(
         self,
@@ -307,7 +308,7 @@ class ShardedLookup:
 
         def samples_of(table: str, feature: str) -> Tensor:
             number = self._number_of(table)
-            return self._groups[number].keys.samples(ids.requested[number].local, feature)
+            return self._requested[number].keys.samples(ids.requested[number].local, feature)
 
         return self._sequences.events(name, rows_of, samples_of, numbers)
 
@@ -320,11 +321,11 @@ class ShardedLookup:
         owned = self._owned_ids(ids)
         return owned if self._group_ids is None else self._group_ids(owned)
 
-    def _groups_with_slots(self, ids: LocalIds) -> Iterator[tuple[_Group, list[Tensor]]]:
-        """Yield the requested groups, with the slots of the rows that are asked of tables in host memory."""
+    def _requested_with_slots(self, ids: LocalIds) -> Iterator[tuple[_Requested, list[Tensor]]]:
+        """Yield the requested tables, with the slots of the rows that are asked of tables in host memory."""
         slots = iter(self._slots.asked(ids.owned))
-        for group in self._groups:
-            yield group, [next(slots) for _ in group.requests.in_tier]
+        for requested in self._requested:
+            yield requested, [next(slots) for _ in requested.exchange.in_tier]
 
     @property
     def memory(self) -> Tensor:
@@ -340,15 +341,17 @@ class ShardedLookup:
         blocks = memory.split([self.batch_size * width for width in self._columns])
         return [block.view(self.batch_size, -1)[first:end] for block in blocks if len(block)]
 
-    def rows(self, ids: LocalIds) -> TableRows | None:
-        """Return the rows of the ids, in the model's order; None if they are elsewhere, or no vectors as they are."""
-        is_here = self._group.size == 1 and not self._replicated.tables and not self._groups
-        return self._owned.rows(self._looked_up_ids(ids)) if is_here else None
+    def table_rows(self, ids: LocalIds) -> TableRows | None:
+        """Return the rows of all ids; None unless this rank has all tables and each vector is one row, on a GPU."""
+        is_here = (
+            self._rank_group.size == 1 and not self._replica_bags.tables and not self._requested
+        )
+        return self._lookup_bags.table_rows(self._looked_up_ids(ids)) if is_here else None
 
-    def _requested_part(self, local: Tensor, group: int) -> Tensor:
-        """View the vectors of a group of requested tables, [B, columns]."""
-        start, end = self._further_starts[1 + group : 3 + group]
-        return local[start:end].view(self._replicated.num_samples, -1)
+    def _requested_part(self, local: Tensor, number: int) -> Tensor:
+        """View the vectors of requested tables of one width, [B, columns]."""
+        start, end = self._further_starts[1 + number : 3 + number]
+        return local[start:end].view(self._replica_bags.num_samples, -1)
 
     def _add_partial(self) -> None:
         """Add the vectors that each rank has computed of its rows, in the order of the ranks."""
@@ -377,46 +380,44 @@ class ShardedLookup:
         start, end = self._further_starts[:2]
         return local[start:end].view(-1, self._partial_columns)
 
-    def sort(self, ids: LocalIds) -> tuple[SortedOwnedIds, SortedIds]:
-        """Sort the ids for the updates: of sharded and requested tables, and of the other replicated tables."""
-        requested = [
+    def sort(self, ids: LocalIds) -> SortedBatch:
+        """Sort the ids for the updates."""
+        sorted_requests = [
             SortedRequest(
-                group.requests.sort(of_group, slots),
-                group.requests.sort_merged(of_group),
-                None if group.pooled is None else group.pooled.sort(of_group),
+                requested.exchange.sort(of_batch, slots),
+                requested.exchange.sort_merged(of_batch),
+                None if requested.pooled is None else requested.pooled.sort(of_batch),
             )
-            for (group, slots), of_group in zip(
-                self._groups_with_slots(ids), ids.requested, strict=True
+            for (requested, slots), of_batch in zip(
+                self._requested_with_slots(ids), ids.requested, strict=True
             )
         ]
-        owned = SortedOwnedIds(self._updated.sort(self._owned_ids(ids)), requested)
-        return owned, self._replicated_sums.sort(ids.replicated)
+        vectors = self._update_bags.sort(self._owned_ids(ids))
+        return SortedBatch(vectors, sorted_requests, self._replica_sums.sort(ids.replicated))
 
-    def send_back(self, ids: SortedOwnedIds, gradients: LookupGradients) -> OwnedGradients:
+    def send_back(self, ids: SortedBatch, gradients: LookupGradients) -> ReturnedGradients:
         """Send the gradients of vectors and rows to the ranks that own the tables."""
-        requested = [
+        of_rows = [
             None
-            if group.tables.replica is not None
-            else group.requests.send_back(
+            if requested.tables.replica is not None
+            else requested.exchange.send_back(
                 ids.requested[number].merged, self._row_gradients(number, ids, gradients)
             )
-            for number, group in enumerate(self._groups)
+            for number, requested in enumerate(self._requested)
         ]
         vectors = self._send_vectors_back(gradients.vectors)
-        return OwnedGradients(gradients_of_all_groups(vectors, self._channels.owners), requested)
+        return ReturnedGradients(gradients_of_all_groups(vectors, self._channels.owners), of_rows)
 
-    def _row_gradients(
-        self, number: int, ids: SortedOwnedIds, gradients: LookupGradients
-    ) -> Tensor:
-        """Return one gradient a row of a requested group, [R, D]: the dense component's, or a sum over its lookups."""
-        group, own = self._groups[number], ids.requested[number].pooled
-        if group.pooled is None or own is None:
-            return gradients.rows[group.table][:-1]
-        return group.pooled.sum_by_row(own, self._requested_part(gradients.vectors, number))
+    def _row_gradients(self, number: int, ids: SortedBatch, gradients: LookupGradients) -> Tensor:
+        """Return one gradient a row of requested tables, [R, D]: the dense component's, or a sum over its lookups."""
+        requested, own = self._requested[number], ids.requested[number].pooled
+        if requested.pooled is None or own is None:
+            return gradients.rows[requested.table][:-1]
+        return requested.pooled.sum_by_row(own, self._requested_part(gradients.vectors, number))
 
     def _send_vectors_back(self, gradients: Tensor) -> Tensor:
         """Send the gradients of the vectors that were sent to the ranks of this group, [samples of the group, T]."""
-        if self._group.size == 1:
+        if self._rank_group.size == 1:
             return self._owned_part(gradients)
         if not self._starts[-1]:
             return self._sent
@@ -433,34 +434,34 @@ class ShardedLookup:
         )
         return self._returned
 
-    def update(self, ids: SortedOwnedIds, gradients: OwnedGradients, is_good: Tensor) -> None:
+    def update(self, ids: SortedBatch, gradients: ReturnedGradients, is_good: Tensor) -> None:
         """Update this rank's tables with the gradients from `send_back`, unless `is_good` [1] is 0."""
-        self._updated.update(ids.owned, gradients.owned, is_good)
-        for group, sorted_ids, returned in zip(
-            self._groups, ids.requested, gradients.requested, strict=True
+        self._update_bags.update(ids.vectors, gradients.vectors, is_good)
+        for requested, sorted_ids, returned in zip(
+            self._requested, ids.requested, gradients.requested, strict=True
         ):
             if returned is not None:
-                group.requests.update(sorted_ids.asked, returned, is_good)
+                requested.exchange.update(sorted_ids.asked, returned, is_good)
 
     def accumulate_replicated(
-        self, ids: tuple[SortedOwnedIds, SortedIds], gradients: LookupGradients, is_good: Tensor
+        self, ids: SortedBatch, gradients: LookupGradients, is_good: Tensor
     ) -> None:
-        """Add the gradients of this rank's embeddings to those of the replicated tables; `ids` are those of `sort`."""
-        owned, replicated = ids
-        self._replicated_sums.update(replicated, self._replicated_part(gradients.vectors), is_good)
-        for number, group in enumerate(self._groups):
-            if group.tables.replica is not None:
-                of_rows = self._row_gradients(number, owned, gradients)
-                group.requests.update(owned.requested[number].asked, of_rows, is_good)
+        """Add the gradients of this rank's embeddings to those of the replicated tables."""
+        replicated = self._replicated_part(gradients.vectors)
+        self._replica_sums.update(ids.replicas, replicated, is_good)
+        for number, requested in enumerate(self._requested):
+            if requested.tables.replica is not None:
+                of_rows = self._row_gradients(number, ids, gradients)
+                requested.exchange.update(ids.requested[number].asked, of_rows, is_good)
 
     def _owned_part(self, local: Tensor) -> Tensor:
         """View the looked-up embeddings in the local memory; of a rank with all tables only."""
-        return local[: self._starts[-1]].view(self._owned.num_samples, -1)[
+        return local[: self._starts[-1]].view(self._lookup_bags.num_samples, -1)[
             :, self._prefix_columns :
         ]
 
     def _replicated_part(self, local: Tensor) -> Tensor:
-        return local[self._replicated_start :].view(self._replicated.num_samples, -1)
+        return local[self._replicated_start :].view(self._replica_bags.num_samples, -1)
 
 
 class _ById(torch.autograd.Function):
@@ -523,7 +524,7 @@ def _gradient_sums(
 def _layout(
     tables: RankTables, columns: Sequence[int], prefix_columns: int, num_samples: int
 ) -> EmbeddingLayout:
-    """Describe the positions of vectors: a block per rank, the sums of partial ones, requested groups, replicated tables.
+    """Describe the positions of vectors: a block per rank, the sums of partial ones, requested and replicated tables.
 
     A block has `columns` of each sample, which begin with the prefix.
     """
@@ -532,7 +533,7 @@ def _layout(
         [shard for shard in shards if not shard.is_partial] for shards in placement.owned_by_rank
     ]
     partial_shards = [shard for shard in placement.owned_by_rank[0] if shard.is_partial]
-    requested = [group.shards for group in placement.requested]
+    requested = [of.shards for of in placement.requested]
     segments = []
     starts = accumulate((num_samples * width for width in columns), initial=0)
     for start, width, shards in zip(

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from dataloading.dataset.batch_layout import KEPT_LAYOUTS, id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.keys.new_rows import NewRows, RekeyedRows
+from dataloading.keys.rekeyed import Rekeyed, RekeyedRows
 from nn.distributed.process_group import Ranks
 from nn.embedding.declared_tables import handing_tables, initial_bound, keyed_tables
 from nn.embedding.local_tables import LocalTable, UpdateScalars
@@ -35,7 +35,7 @@ from nn.sharding.rank_group import RankGroup
 from nn.sharding.tables import TableSettings, TableShard, TieredPlan, TouchedShard
 from nn.tiers.host_tier import TierCounts
 from nn.tiers.initial_rows import InitialRows
-from nn.tiers.new_rows import KeyedShard, RowResets
+from nn.tiers.row_resets import KeyedShard, RowResets
 from nn.tiers.row_store import WEIGHT
 
 
@@ -61,10 +61,10 @@ class ShardedTables:
         self._ranks, self._seed = ranks, settings.seed
         tables = planned_tables(declared, multi_hot.expanded_spec(spec), plan)
         self._tables = {table.name: table for table in tables}
-        self._group = RankGroup.of(ranks, plan.num_ranks)
-        by_rank = shards_by_rank(tables, self._group.size)
+        self._rank_group = RankGroup.of(ranks, plan.num_ranks)
+        by_rank = shards_by_rank(tables, self._rank_group.size)
         self._own, self.tier = allocate_shards(
-            by_rank[self._group.rank], self._rule.states, settings, device
+            by_rank[self._rank_group.rank], self._rule.states, settings, device
         )
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -96,8 +96,8 @@ class ShardedTables:
             tier=self.tier,
             dtype=settings.sent_dtype(device),
             ranks=ranks,
-            group=self._group,
-            channels=Channels.open(ranks, self._group, two_hops=plan.two_hops),
+            rank_group=self._rank_group,
+            channels=Channels.open(ranks, self._rank_group, two_hops=plan.two_hops),
             touched=self._touched,
         )
 
@@ -187,7 +187,7 @@ class ShardedTables:
         Groups have the same masks; the first one writes. Replicated tables have the same mask on all ranks; rank 0 writes them.
         """
         assert self._touched_replicas is not None, "rows are tracked"
-        if self._group.number:
+        if self._rank_group.number:
             return []
         self._write_back()
         touched = [
@@ -264,11 +264,11 @@ class ShardedTables:
             if name in self.keys_of
         ]
 
-    def write_new_rows(self, new_rows: Mapping[str, NewRows]) -> None:
+    def write_rekeyed(self, rekeyed: Mapping[str, Rekeyed]) -> None:
         """Give rows of tables for raw keys to other keys, before the batch that has them is looked up, and when it has slots."""
-        self._resets.write(new_rows)
+        self._resets.write(rekeyed)
         if self.rekeyed is not None:
-            self.rekeyed.add(new_rows)
+            self.rekeyed.add(rekeyed)
 
     def train(self, mode: bool = True) -> None:
         """Count the traffic of tables in host memory in training only; lookups are the same in evaluation."""
@@ -361,13 +361,12 @@ class ShardedTables:
         """Return this rank's shards of a table's weight or of an optimizer state as a part of the complete one."""
         dims = 1 if per_row else 2
         kind = self._ranks.device.type if table.host is None else "cpu"
+        first_rank = self._rank_group.first_rank
         shards = [
             ShardMetadata(
                 metadata.shard_offsets[:dims],
                 metadata.shard_sizes[:dims],
-                placement(
-                    kind, self._group.first_rank + rank_of(metadata), self._ranks.local_world_size
-                ),
+                placement(kind, first_rank + rank_of(metadata), self._ranks.local_world_size),
             )
             for metadata in table.shards
         ]

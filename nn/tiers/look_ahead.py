@@ -26,9 +26,9 @@ class Announcer(Protocol):
 class LookAhead:
     """Iterator over batches that announces each two groups before it is returned; all ranks must iterate alike."""
 
-    def __init__(self, batches: Iterator[Batch], path: Announcer, device: torch.device) -> None:
+    def __init__(self, batches: Iterator[Batch], runner: Announcer, device: torch.device) -> None:
         self._batches = batches
-        self._path = path
+        self._runner = runner
         self._device = device
         self._waiting: deque[Ahead] = deque()
         self._next_group: list[Need | None] = []
@@ -41,12 +41,12 @@ class LookAhead:
             batch = next(self._batches, None)
             if batch is not None:
                 kept = self._kept(batch)
-                need = self._path.announce(kept.to(self._device))
+                need = self._runner.announce(kept.to(self._device))
                 self._waiting.append((kept, need))
                 self._next_group.append(need)
             if batch is None or len(self._next_group) == READ_AHEAD_BATCHES:
                 needs, self._next_group = self._next_group, []
-                self._path.read_ahead(needs)
+                self._runner.read_ahead(needs)
             if batch is None:
                 break
         if not self._waiting:

@@ -2,7 +2,7 @@
 
 The tables have a stream of their own. Lookup and all-to-all run beside the bottom MLP, the sort of the ids beside the
 dense component, and the all-to-all of gradients and the update beside the rest of the backward pass and the all-reduce.
-On one GPU a dot interaction looks up the rows itself.
+On one GPU a dot interaction looks up the rows of one-hot tables itself (`Model.fuses_lookup`).
 The host reads nothing back, so that the pass can be captured once as a CUDA graph (`nn.ops.cuda_graph`).
 """
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from configs.messages import shown
 from dataloading.batch import Batch
-from nn.embedding.local_tables import SortedIds
 from nn.layers.bce_loss import unit_gradient
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.pooled_embeddings import PooledEmbeddings
@@ -29,9 +28,9 @@ from nn.ops.table_rows import TableRows
 from nn.sharding.local_ids import LocalIds
 from nn.sharding.sharded_lookup import (
     LookupGradients,
-    OwnedGradients,
+    ReturnedGradients,
     ShardedLookup,
-    SortedOwnedIds,
+    SortedBatch,
 )
 from nn.training.pass_context import PassContext
 from nn.training.side_stream import SideStream
@@ -56,16 +55,15 @@ class _Chunk:
 class _Vectors:
     """The vectors of a batch, and what their gradient needs.
 
-    The `gradients` of the batch are there if they come chunk by chunk. `rows` are set where a kernel of the dense component looks
-    the vectors up itself; otherwise they have `arrived`. Ids are sorted if tables are trained. `receive` gets the gradients of
-    the batch as soon as the backward pass has them.
+    The `gradients` of the batch are there if they come chunk by chunk. `table_rows` are set where a kernel of the dense
+    component looks the vectors up itself; otherwise they have `arrived`. Ids are sorted if tables are trained. `receive` gets
+    the gradients of the batch as soon as the backward pass has them.
     """
 
     ids: LocalIds
-    rows: TableRows | None
+    table_rows: TableRows | None
     arrived: torch.cuda.Event | None
-    owned: SortedOwnedIds | None = None
-    replicated: SortedIds | None = None
+    sorted_ids: SortedBatch | None = None
     gradients: LookupGradients | None = None
     total_weight: Tensor | None = None
     receive: Callable[[LookupGradients], None] | None = None
@@ -108,7 +106,7 @@ class ForwardBackward:
                 for number, first in enumerate(firsts)
             ]
         self._enabled = torch.ones(1, dtype=torch.int32, device=context.ranks.device)
-        self._tables = SideStream(context.ranks.device)
+        self._table_stream = SideStream(context.ranks.device)
 
     def _chunk(self, number: int, first: int, end: int, num_valid: int) -> _Chunk:
         """Return a chunk; ranks have as many rows, and valid ones come first over all ranks."""
@@ -139,7 +137,7 @@ class ForwardBackward:
             self._train(vectors, share, total)
         else:
             self._train_scaled(vectors, share, total)
-        self._tables.main_waits()
+        self._table_stream.main_waits()
         # It refers to the vectors, whose memory would otherwise be kept until Python collects cycles.
         vectors.receive = None
         return torch.cat([*logits, out.detach()]) if logits else out.detach()
@@ -157,7 +155,7 @@ class ForwardBackward:
         """Apply the step if the loss is finite; tables are updated as soon as their gradient is known."""
         context = self._context
         verdict = self._check_loss(total)
-        with self._tables.launches():
+        with self._table_stream.launches():
             context.readback.record(verdict.loss, verdict.is_good)
 
         def receive(gradients: LookupGradients) -> None:
@@ -175,7 +173,7 @@ class ForwardBackward:
         """Apply the step if, besides, no gradient has overflowed fp16; that is known at the end, and tables wait for it."""
         context = self._context
         verdict = self._check_loss(total)
-        received: list[tuple[LookupGradients, OwnedGradients | None]] = []
+        received: list[tuple[LookupGradients, ReturnedGradients | None]] = []
 
         def receive(gradients: LookupGradients) -> None:
             received.append((gradients, self._send_back(vectors, gradients)))
@@ -186,8 +184,8 @@ class ForwardBackward:
             (share * context.loss_scale).backward(unit_gradient(share.device))
         gradients, returned = received[0]
         finite = self._sum_and_check(gradients)
-        self._tables.wait_for_main()
-        with self._tables.launches():
+        self._table_stream.wait_for_main()
+        with self._table_stream.launches():
             verdict = self._let(verdict.loss, verdict.is_good * finite.int())
             context.readback.record(verdict.loss, verdict.is_good)
         self._update_tables(vectors, returned, verdict)
@@ -196,19 +194,19 @@ class ForwardBackward:
     def _look_up(self, ids: LocalIds) -> _Vectors:
         """Look up and sort, on the tables' stream."""
         context = self._context
-        # Of a kernel that takes rows itself, nothing is looked up before: rows are read once, and not copied twice.
-        takes_rows = context.dense.takes_rows and len(self._chunks) == 1
-        rows = self._lookup.rows(ids) if takes_rows else None
-        self._tables.wait_for_main()
-        with self._tables.launches():
-            if rows is None:
+        # Where a kernel looks up rows itself, nothing is looked up before: rows are read once, and not copied twice.
+        is_fused = context.dense.fuses_lookup and len(self._chunks) == 1
+        table_rows = self._lookup.table_rows(ids) if is_fused else None
+        self._table_stream.wait_for_main()
+        with self._table_stream.launches():
+            if table_rows is None:
                 with annotate("lookup"):
                     self._lookup.look_up(ids)
-            vectors = _Vectors(ids, rows, self._tables.mark())
+            vectors = _Vectors(ids, table_rows, self._table_stream.mark())
             context.load_scalars()
             if context.update_tables:
                 with annotate("sort"):
-                    vectors.owned, vectors.replicated = self._lookup.sort(ids)
+                    vectors.sorted_ids = self._lookup.sort(ids)
         if len(self._chunks) > 1:
             vectors.gradients = LookupGradients(
                 torch.empty_like(self._lookup.memory),
@@ -230,10 +228,10 @@ class ForwardBackward:
             """Return the vectors, and the rows that the dense component takes; always the same."""
             if taken:
                 return taken
-            if vectors.rows is not None and not is_filled_by_caller:
+            if vectors.table_rows is not None and not is_filled_by_caller:
                 lookup.look_up(vectors.ids)
             if not is_filled_by_caller:
-                self._tables.main_waits_for(vectors.arrived)
+                self._table_stream.main_waits_for(vectors.arrived)
             values = lookup.memory.detach()
             if vectors.gradients is not None:
                 parts = [part.flatten() for part in lookup.samples(values, chunk.first, chunk.end)]
@@ -273,7 +271,7 @@ class ForwardBackward:
             context.layers.set_chunk(chunk.number, chunk.first, chunk.num_valid, chunk.global_valid)
         with context.autocast(), annotate("dense"):
             layout = chunk.layout or lookup.layout
-            embeddings = PooledEmbeddings(layout, take, vectors.rows, rows_of, sequence_of)
+            embeddings = PooledEmbeddings(layout, take, vectors.table_rows, rows_of, sequence_of)
             logits = context.dense(_rows(batch.numerical, chunk), embeddings)
         for table in unused:
             raise ValueError(
@@ -326,8 +324,8 @@ class ForwardBackward:
         return self._context.dense.add_losses(share_of(logits), share_of)
 
     def _check_loss(self, total: Tensor) -> _Verdict:
-        self._tables.wait_for_main()
-        with self._tables.launches():
+        self._table_stream.wait_for_main()
+        with self._table_stream.launches():
             loss = self._context.ranks.all_reduce_sum(total.clone())
             return self._let(loss, torch.isfinite(loss).int().view(1) * self._enabled)
 
@@ -335,31 +333,30 @@ class ForwardBackward:
         """Let the dense component be updated in this pass, unless `is_good` is 0."""
         if self._context.dense_update is not None:
             self._context.dense_update.allow(is_good)
-        return _Verdict(loss, is_good, self._tables.mark())
+        return _Verdict(loss, is_good, self._table_stream.mark())
 
-    def _send_back(self, vectors: _Vectors, gradients: LookupGradients) -> OwnedGradients | None:
+    def _send_back(self, vectors: _Vectors, gradients: LookupGradients) -> ReturnedGradients | None:
         """Send the gradients of vectors and rows to the ranks of their tables, if these are trained; on the tables' stream."""
-        if vectors.owned is None:
+        if vectors.sorted_ids is None:
             return None
-        self._tables.wait_for_main()
-        with self._tables.launches():
-            return self._lookup.send_back(vectors.owned, gradients)
+        self._table_stream.wait_for_main()
+        with self._table_stream.launches():
+            return self._lookup.send_back(vectors.sorted_ids, gradients)
 
     def _update_tables(
-        self, vectors: _Vectors, returned: OwnedGradients | None, verdict: _Verdict
+        self, vectors: _Vectors, returned: ReturnedGradients | None, verdict: _Verdict
     ) -> None:
-        if vectors.owned is not None and returned is not None:
-            with self._tables.launches():
-                self._lookup.update(vectors.owned, returned, verdict.is_good)
+        if vectors.sorted_ids is not None and returned is not None:
+            with self._table_stream.launches():
+                self._lookup.update(vectors.sorted_ids, returned, verdict.is_good)
 
     def _add_to_replicated(
         self, vectors: _Vectors, gradients: LookupGradients, verdict: _Verdict
     ) -> None:
         """Add up the gradients of replicated tables, whose ids were sorted before the check, beside the all-to-all."""
-        if vectors.owned is not None and vectors.replicated is not None:
-            self._tables.main_waits_for(verdict.event)
-            ids = vectors.owned, vectors.replicated
-            self._lookup.accumulate_replicated(ids, gradients, verdict.is_good)
+        if vectors.sorted_ids is not None:
+            self._table_stream.main_waits_for(verdict.event)
+            self._lookup.accumulate_replicated(vectors.sorted_ids, gradients, verdict.is_good)
 
     def _sum_and_check(self, local: LookupGradients) -> Tensor:
         """All-reduce the gradients, divide them by the loss scale, and return whether none overflowed on any rank."""
@@ -377,7 +374,7 @@ class ForwardBackward:
         """Clip the gradients, and update the dense component if that is a part of the pass."""
         self._context.gradients.clip()
         if self._context.dense_update is not None:
-            self._tables.main_waits_for(verdict.event)
+            self._table_stream.main_waits_for(verdict.event)
             self._context.dense_update.apply()
 
     @contextmanager
@@ -397,9 +394,9 @@ class Forward:
 
     @torch.no_grad()
     def run(self, ids: LocalIds, batch: Batch) -> Tensor:
-        rows = self._lookup.rows(ids)
-        # Of a kernel that takes rows itself, nothing is looked up before.
-        values = self._lookup.look_up(ids) if rows is None else None
+        table_rows = self._lookup.table_rows(ids)
+        # Where vectors are single rows of tables here, the lookup waits until somebody takes them.
+        values = self._lookup.look_up(ids) if table_rows is None else None
 
         def take(is_filled_by_caller: bool) -> Tensor:
             return self._lookup.look_up(ids) if values is None else values
@@ -412,7 +409,9 @@ class Forward:
             return self._lookup.sequence(ids, group, rows_of, batch.flat_events)
 
         with self._context.autocast():
-            embeddings = PooledEmbeddings(self._lookup.layout, take, rows, rows_of, sequence_of)
+            embeddings = PooledEmbeddings(
+                self._lookup.layout, take, table_rows, rows_of, sequence_of
+            )
             return self._context.dense(batch.numerical, embeddings)
 
     def without_updates(self) -> AbstractContextManager:

@@ -19,7 +19,7 @@ def predictions(
     component if there is one.
     """
     step.set_training(False)
-    prefetcher = Prefetcher(batches, step.path, device)
+    prefetcher = Prefetcher(batches, step.runner, device)
     for batch, rows in prefetcher:
         logits = step.predict(batch, rows)
         prefetcher.start_next()

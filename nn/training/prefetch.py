@@ -33,18 +33,18 @@ class Prefetcher:
     def __init__(
         self,
         batches: Iterator[Batch],
-        path: StepRunner,
+        runner: StepRunner,
         device: torch.device,
         loading: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self._batches = (
-            LookAhead(batches, path, device) if path.has_disk_tables else _alone(batches)
+            LookAhead(batches, runner, device) if runner.has_disk_tables else _alone(batches)
         )
-        self._path = path
+        self._runner = runner
         self._device = device
         self._loading = loading
         # The next step waits for the kernels that map ids to slots; beside this step's they are served first.
-        priority = -1 if path.has_host_tables else 0
+        priority = -1 if runner.has_host_tables else 0
         self._stream = _side_stream(device, priority) if device.type == "cuda" else None
         self._buffers: _Buffers | None = None
         self._next: tuple[Batch, BatchRows] | None = None
@@ -69,7 +69,7 @@ class Prefetcher:
             self.data_wait_ms += (time.perf_counter() - start) * 1e3
             if found is not None:
                 host_batch, need = found
-                self._next = self._path.start(self._on_device(host_batch), need)
+                self._next = self._runner.start(self._on_device(host_batch), need)
         self._is_started = True
 
     def __iter__(self) -> "Prefetcher":
@@ -88,7 +88,7 @@ class Prefetcher:
             # Before the wait for this batch, for whose rows the next one's copy and mapping need not wait.
             if self._buffers is not None:
                 self._buffers.previous_is_used()
-            self._path.wait_for(self._stream)
+            self._runner.wait_for(self._stream)
             rows.record_stream(current)
             if batch.layout.doublings:
                 batch.memory.record_stream(current)

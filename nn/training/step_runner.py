@@ -7,7 +7,7 @@ from torch import Tensor
 
 from configs.schema import Config
 from dataloading.batch import Batch
-from dataloading.keys.new_rows import NewRows
+from dataloading.keys.rekeyed import Rekeyed
 from nn.sharding.batch_rows import BatchRows
 from nn.sharding.local_ids import LocalIds
 from nn.sharding.placement import RankTables
@@ -83,18 +83,18 @@ class StepRunner:
         """Set learning rate and step count in device memory."""
         self._tables.prepare_update(step, lr)
 
-    def forward_backward(
-        self, batch: Batch, rows: BatchRows, new_rows: Mapping[str, NewRows] | None = None
+    def train(
+        self, batch: Batch, rows: BatchRows, rekeyed: Mapping[str, Rekeyed] | None = None
     ) -> Tensor:
         """Return the logits [B], which the next step overwrites; tables that are not replicated are updated too.
 
-        `new_rows` are those of tables for raw keys that get another key with this batch.
+        `rekeyed` are those of tables for raw keys that get another key with this batch.
         """
         rows = self._fitting(batch, rows)
         with rows.used(is_trained=self._context.update_tables):
-            if new_rows is not None:
+            if rekeyed is not None:
                 rows.arrive()
-                self._tables.write_new_rows(new_rows)
+                self._tables.write_rekeyed(rekeyed)
             training = self.builder.training(batch, rows, is_full=self._is_full(batch))
             return training.run(rows, batch)
 

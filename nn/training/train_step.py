@@ -14,7 +14,7 @@ from torch import Tensor
 from configs.messages import shown
 from configs.schema import Amp, Component, Config
 from dataloading.batch import Batch
-from dataloading.keys.new_rows import KEYS
+from dataloading.keys.rekeyed import KEYS
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks, open_channel
 from nn.layers.parameter_average import ParameterAverage
@@ -149,7 +149,7 @@ class TrainStep:
             layers=self._pass_state if self._pass_layers else None,
         )
         self.capture_blocker = capture_blocker(config, ranks)
-        self.path = StepRunner(tables, context, config, capture=self.capture_blocker is None)
+        self.runner = StepRunner(tables, context, config, capture=self.capture_blocker is None)
         self.watch: AbstractContextManager = nullcontext()
         self.loading: Callable[[], AbstractContextManager] = nullcontext
 
@@ -165,16 +165,16 @@ class TrainStep:
         factor = self._factor_of(step)
         with self.watch:
             batch, rows = next(prefetcher)
-            new_rows = None
+            rekeyed = None
             if self.key_maps is not None and Component.tables not in self.frozen:
-                new_rows = self.key_maps.take_new_rows()
+                rekeyed = self.key_maps.take_rekeyed()
             self._set_learning_rate(step, factor)
             if self._pass_layers:
                 sizes = len(batch.labels), batch.num_valid, batch.global_valid
                 several = self._ranks.world_size > 1
                 self._pass_state.set(step, *sizes, batch.global_rows if several else None)
             with annotate("pass"):
-                logits = self.path.forward_backward(batch, rows, new_rows)
+                logits = self.runner.train(batch, rows, rekeyed)
             prefetcher.start_next()
             # The only point where the host waits for the device, whose backward pass is still to come.
             loss, is_good = self._readback.wait()
@@ -199,7 +199,7 @@ class TrainStep:
     @torch.no_grad()
     def predict(self, batch: Batch, rows: BatchRows) -> Tensor:
         """Return the logits [B] of a batch, without training; the next call overwrites them."""
-        return self.path.predict(batch, rows)
+        return self.runner.predict(batch, rows)
 
     def set_training(self, mode: bool) -> None:
         """Switch tables and dense component between training and evaluation, which uses the average if there is one."""
@@ -210,7 +210,7 @@ class TrainStep:
 
     def close(self) -> None:
         """Release the CUDA graphs with their memory, and the files of tables on disk."""
-        self.path.close()
+        self.runner.close()
         self.tables.close()
 
     @property
@@ -326,11 +326,11 @@ class TrainStep:
 
     def _set_learning_rate(self, step: int, factor: float) -> None:
         self._dense_update.write_learning_rate(self._optimizer.lr * factor)
-        self.path.prepare_update(step, self._optimizer.table_lr * factor)
+        self.runner.prepare_update(step, self._optimizer.table_lr * factor)
 
     def _update(self, step: int) -> None:
         if Component.tables not in self.frozen:
-            self.path.update()
+            self.runner.update()
         if Component.dense not in self.frozen:
             if not self._updates_dense_in_pass:
                 self.dense_optimizer.step()

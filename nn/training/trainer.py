@@ -45,8 +45,8 @@ from nn.observers.observer import PendingCheckpoint
 from nn.training.evaluator import Evaluator, described_predictions
 from nn.training.limits import EvalSteps, early_stop
 from nn.training.loop_state import LoopState, Origin, plain_numbers
-from nn.training.new_rows import NewRows
 from nn.training.prefetch import Prefetcher
+from nn.training.stream_rows import StreamRows
 from nn.training.train_step import StepResult, TrainStep
 
 
@@ -66,7 +66,7 @@ class RunOutput:
     progress: Progress
     saving: Saving | None = None
     observers: Observers = field(default_factory=Observers)
-    new_rows: NewRows | None = None  # of training rows that grow
+    stream_rows: StreamRows | None = None  # of training rows that grow
 
 
 class Trainer:
@@ -95,8 +95,8 @@ class Trainer:
         self._progress = output.progress
         self._saving = output.saving
         self._observers = output.observers
-        self._new_rows = output.new_rows
-        self._early_end = ENDED_BY_CALLER if output.new_rows is None else NO_NEW_ROWS
+        self._stream_rows = output.stream_rows
+        self._early_end = ENDED_BY_CALLER if output.stream_rows is None else NO_NEW_ROWS
         self.state = state
         self.last_step = state.day.last_step(config, train_loader.steps_per_epoch)
         self._metrics = metrics_of(step.tasks)
@@ -106,7 +106,7 @@ class Trainer:
             step.key_maps.counts.update(state.key_counts or {})
             state.key_counts = step.key_maps.counts
         if state.row_capacity is not None:
-            step.path.request_capacity.take(state.row_capacity)
+            step.runner.request_capacity.take(state.row_capacity)
         self._train_metrics = TaskMetrics(
             step.tasks,
             ranks.device,
@@ -154,10 +154,10 @@ class Trainer:
 
     def facts(self) -> dict[str, Any]:
         """Return the state of the loop as a checkpoint holds it."""
-        capacity = self._step.path.request_capacity.facts()
+        capacity = self._step.runner.request_capacity.facts()
         self.state.row_capacity = capacity if capacity["shards"] else None
-        if self._new_rows is not None:
-            self.state.parts = self._new_rows.begun(self._position)
+        if self._stream_rows is not None:
+            self.state.parts = self._stream_rows.begun(self._position)
         return self.state.facts(ends_day=self.ends_day)
 
     def take_rows(self, rows: Mapping[str, Tensor]) -> None:
@@ -265,9 +265,9 @@ class Trainer:
     @property
     def _known_step(self) -> int:
         """The step up to which rows can be read: the last one, or that of the rows of a stream so far."""
-        if self._new_rows is None:
+        if self._stream_rows is None:
             return self.last_step
-        return min(self.state.day.first_step + self._new_rows.steps, self.last_step)
+        return min(self.state.day.first_step + self._stream_rows.steps, self.last_step)
 
     def _read(self) -> Prefetcher:
         """Start to read the batches of all known rows that are left."""
@@ -275,14 +275,14 @@ class Trainer:
         self._progress.move_end(self._known_step)
         num_steps = max(self._known_step - self.num_steps, 0)
         self._batches = self._train_loader.batches(self._position, num_steps)
-        return Prefetcher(self._batches, self._step.path, self._ranks.device, self._step.loading)
+        return Prefetcher(self._batches, self._step.runner, self._ranks.device, self._step.loading)
 
     def _wait_for_rows(self) -> bool:
         """Wait for further rows of a stream; False if it has ended. Raises StoppedError after a signal."""
-        assert self._new_rows is not None, "the rows of a dataset are all known"
+        assert self._stream_rows is not None, "the rows of a dataset are all known"
         self._write_late_record()
         self.pause_speed()
-        has_come = self._new_rows.wait(self._position, self._between_looks)
+        has_come = self._stream_rows.wait(self._position, self._between_looks)
         self.resume_speed()
         return has_come
 
@@ -515,7 +515,7 @@ class Trainer:
             "hbm_bytes": self._peak_hbm_bytes(),
             **self._step.tables.host_traffic(self.state.loss_steps),
             **({} if key_maps is None else key_maps.take_counts(self.state.loss_steps)),
-            **({} if self._new_rows is None else self._new_rows.behind(self._position)),
+            **({} if self._stream_rows is None else self._stream_rows.behind(self._position)),
         }
         self.state.loss_sum, self.state.loss_steps, prefetcher.data_wait_ms = 0.0, 0, 0.0
         self._late_record = record, measured
@@ -540,7 +540,7 @@ class Trainer:
 
     def epoch(self, step: int | None = None) -> float:
         """Return the epochs of the day after `step`, by default those so far."""
-        if self._new_rows is not None:
+        if self._stream_rows is not None:
             return 0.0  # the first epoch has no end
         position = self.state.day.position(self.num_steps if step is None else step)
         return position / self._train_loader.steps_per_epoch

@@ -184,7 +184,7 @@ def _draw_sizes(axes: Any, columns: Columns, frequency_limit: int) -> None:
         axes.barh(y, share, color=TRAIN, height=0.7)
         text = _short(column.kept)
         if column.kept != column.distinct:
-            text += f" of {_short(column.distinct)}, {share:.2g} %"
+            text += f" of {_short(column.distinct)}, {min(share, 99.9):.3g} %"
         _cell(axes, 102, y, text, size=7.5)
     # Space for the text after the bars.
     axes.set(

@@ -11,8 +11,8 @@ from serving.client.results import LoadResult
 
 FEWEST_OF_P99 = 1000
 """Requests of which a hundredth tells the 99th percentile; of fewer ones the point is hollow."""
-MARGIN = 1.12
-"""Of an axis around its values, as a factor."""
+MARGIN, ABOVE = 1.12, 1.3
+"""Of an axis around its values, and above them, as a factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,9 @@ def _set_log(axis: Any, values: Sequence[float], at: Sequence[float] | None = No
     # A single value, or nearly equal ones, are drawn in the middle, not blown up.
     room = max(MARGIN, math.sqrt(2.0 / (high / low)))
     name = axis.axis_name
-    axis.axes.set(**{f"{name}scale": "log", f"{name}lim": (low / room, high * room)})
+    # Numbers stand above the points.
+    above = room if name == "x" else room * ABOVE
+    axis.axes.set(**{f"{name}scale": "log", f"{name}lim": (low / room, high * above)})
     locator = LogLocator(subs=(1, 2, 5)) if high > 20 * low else MaxNLocator(6)
     axis.set_major_locator(locator if at is None else FixedLocator(at))
     axis.set_minor_locator(NullLocator())

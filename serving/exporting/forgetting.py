@@ -17,7 +17,7 @@ from configs.messages import shown
 from dataloading.dataset.documents import read_json
 from dataloading.dataset.durable_files import edited_copy, write_synced
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
-from dataloading.keys.new_rows import KEYS
+from dataloading.keys.rekeyed import KEYS
 from nn.checkpoint.compatibility import vocabulary_mismatch
 from nn.checkpoint.directory import DELTA, DELTAS, RUN_FILE
 from nn.checkpoint.forgetting import forget_rows, keyed_rows

@@ -40,6 +40,8 @@ class Metrics:
         self.responses = Counter(
             "serving_responses", "Responses by status.", ["status"], registry=registry
         )
+        for status in ("429", "503"):  # so that shares of them begin at zero
+            self.responses.labels(status)
         self.request_seconds = Histogram(
             "serving_request_seconds",
             "Time from a complete request to its scores.",

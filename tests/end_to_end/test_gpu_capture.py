@@ -34,7 +34,7 @@ def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list
             losses += built.train(5, NUM_STEPS - 5)
             captured = [
                 isinstance(parts.training, CapturedPass)
-                for parts in built.step.path.builder.sizes.values()
+                for parts in built.step.runner.builder.sizes.values()
                 if parts.training is not None
             ]
             results.append((all(captured), losses))
@@ -69,10 +69,10 @@ def trained_with_and_without_rows(cases: list[list[str]]) -> list[tuple[bool, bo
     with process_group(ranks_from_environment("cuda")):
         for options in cases:
             states, calls = [], []
-            for takes_rows in (True, False):
+            for fuses_lookup in (True, False):
                 built = build(compose_config(*options))
-                assert built.step.dense.takes_rows
-                built.step.dense.takes_rows = takes_rows
+                assert built.step.dense.fuses_lookup
+                built.step.dense.fuses_lookup = fuses_lookup
                 look_up, counts = ShardedLookup.look_up, []
 
                 def counted(self, ids, look_up=look_up, counts=counts):
@@ -155,12 +155,12 @@ def predicted_between_steps(
                 for size in (64, 128):
                     loader = replace_batch_size(built, size)
                     prefetcher = Prefetcher(
-                        loader.batches(step % 2, 1), built.step.path, built.ranks.device
+                        loader.batches(step % 2, 1), built.step.runner, built.ranks.device
                     )
                     batch, ids = next(prefetcher)
                     logits.append(built.step.predict(batch, ids).float().cpu())
                 built.step.set_training(True)
-            sizes = built.step.path.builder.sizes.values()
+            sizes = built.step.runner.builder.sizes.values()
             results.append((losses, logits, sum(parts.forward is not None for parts in sizes)))
             built.step.close()
     return results
@@ -210,7 +210,7 @@ def left_open(case: list[str]) -> tuple[int, bool]:
     with process_group(ranks_from_environment("cuda")):
         built = build(compose_config(*case))
         built.train(0, NUM_STEPS)
-        sizes = built.step.path.builder.sizes.values()
+        sizes = built.step.runner.builder.sizes.values()
         graphs = [parts.training.graph for parts in sizes if parts.training is not None]
     return len(graphs), all(graph.outputs is None for graph in graphs)
 

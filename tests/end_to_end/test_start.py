@@ -6,6 +6,7 @@ import pty
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,23 @@ def test_trials_are_forks_of_one_process_that_has_imported_what_they_need(tmp_pa
     same = {"imported": True, "leads": True}
     assert facts == [same | {"threads": 2, "gpus": "5"}, same | {"threads": 1, "gpus": None}]
     assert (tmp_path / "0.log").read_text() == "noted\n"
+
+
+@pytest.mark.doors
+def test_trials_end_with_a_sweep_that_is_killed(tmp_path):
+    script, note = tmp_path / "trial.py", tmp_path / "wait"
+    script.write_text(TRIAL.replace("facts = {", 'facts = {"pid": os.getpid(), '))
+    sweep = os.fork()
+    if sweep == 0:
+        command = [sys.executable, str(script), "wait", str(note)]
+        TrialServer().start(command, os.environ | {"OMP_NUM_THREADS": "1"}, tmp_path / "log")
+        signal.pause()
+    assert wait_until(lambda: note.exists() and note.read_text(), 60)
+    trial = Path(f"/proc/{json.loads(note.read_text())['pid']}")
+    assert trial.exists()
+    os.kill(sweep, signal.SIGKILL)
+    os.waitpid(sweep, 0)
+    assert wait_until(lambda: not trial.exists() or "Z" in trial.joinpath("stat").read_text(), 20)
 
 
 @pytest.mark.doors

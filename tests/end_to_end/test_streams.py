@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nn.training import new_rows
+from nn.training import stream_rows
 from tests.helpers import rank_processes
 from tests.helpers.datasets import write_rows
 from tests.helpers.gpus import needs_one_gpu
@@ -26,7 +26,7 @@ PARTS = [f"hour_{number:02}" for number in range(1, len(ENDS))]
 
 
 def look_often(rank: int) -> None:
-    new_rows.LOOK_S = 0.05
+    stream_rows.LOOK_S = 0.05
 
 
 class Stream:

@@ -134,7 +134,7 @@ class Built:
     def prefetcher(self, start_step: int, num_steps: int) -> Prefetcher:
         """Return the training batches of `num_steps` steps from `start_step`."""
         batches = self.train_loader.batches(start_step, num_steps)
-        return Prefetcher(batches, self.step.path, self.ranks.device)
+        return Prefetcher(batches, self.step.runner, self.ranks.device)
 
     def train(self, start_step: int, num_steps: int) -> list[float]:
         """Train `num_steps` steps from `start_step`; return their losses."""
@@ -145,7 +145,7 @@ class Built:
         """Predict the first batches of the test split, then return to training mode."""
         self.step.set_training(False)
         batches = self.test_loader.batches(0, num_batches)
-        prefetcher = Prefetcher(batches, self.step.path, self.ranks.device)
+        prefetcher = Prefetcher(batches, self.step.runner, self.ranks.device)
         for batch, ids in prefetcher:
             self.step.predict(batch, ids)
             prefetcher.start_next()

@@ -20,7 +20,7 @@ from dataloading.dataset.source import read_with_keys
 from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.described_keys import DescribedKeys
 from dataloading.keys.key_maps import KeyMaps
-from dataloading.keys.new_rows import TableFullError
+from dataloading.keys.rekeyed import TableFullError
 from dataloading.loader import Loader, LoaderSettings
 from nn.checkpoint.tensor_index import blocks, read_index
 from nn.embedding.declared_tables import initial_bound
@@ -457,7 +457,7 @@ def test_threads_processes_and_ranks_read_the_same_rows(data):
             loader.fork_readers()
         found = []
         for batch in loader.batches(12, 12):
-            maps.take_new_rows()
+            maps.take_rekeyed()
             names = batch.ids.keys()
             found.append({name: batch.ids[name].values().numpy().copy() for name in names})
         state = maps.state()
@@ -490,7 +490,7 @@ def test_a_batch_that_finds_a_table_full_leaves_the_state_of_the_step_whole():
         maps.map(lambda: keys)
 
     map_range(1, 4)
-    maps.take_new_rows()
+    maps.take_rekeyed()
     before = maps.state()
     map_range(2, 6)
     with pytest.raises(TableFullError, match="evict=never keeps all keys"):
@@ -510,7 +510,7 @@ def test_a_batch_that_finds_a_table_full_leaves_the_state_of_the_step_whole():
     np.testing.assert_equal(maps.state(), before)
     maps.rewind()
     map_range(2, 6)
-    assert maps.take_new_rows()["user"].keys.tolist() == [4, 5]
+    assert maps.take_rekeyed()["user"].keys.tolist() == [4, 5]
 
 
 def test_a_map_with_a_part_of_a_batch_has_no_state(monkeypatch):

@@ -17,7 +17,7 @@ import pytest
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
-from nn.training import new_rows
+from nn.training import stream_rows
 from tests.helpers import rank_processes
 from tests.helpers.command import ROOT, Ended
 from tests.helpers.rank_processes import wait_until
@@ -154,7 +154,7 @@ def test_a_message_that_is_gone_or_no_row_ends_the_command(topic):
 
 
 def look_often(rank: int) -> None:
-    new_rows.LOOK_S = 0.05
+    stream_rows.LOOK_S = 0.05
 
 
 def test_messages_are_trained_as_without_a_kill(topic, tmp_path):

@@ -43,7 +43,7 @@ def test_logits(built: Built) -> np.ndarray:
     """Return the logits of this rank's rows of the test split, by the step that trains."""
     built.step.set_training(False)
     batches = built.test_loader.batches(0, built.test_loader.steps_per_epoch)
-    prefetcher = Prefetcher(batches, built.step.path, built.ranks.device)
+    prefetcher = Prefetcher(batches, built.step.runner, built.ranks.device)
     logits = []
     for batch, ids in prefetcher:
         logits.append(built.step.predict(batch, ids)[: batch.num_valid].clone())

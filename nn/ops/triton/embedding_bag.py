@@ -165,9 +165,9 @@ def _group_keys(keys, first, stop, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _group_origins(order, counts, first, stop, LEVEL: tl.constexpr, GROUP: tl.constexpr):
+def _group_origins(order, exists, first, stop, LEVEL: tl.constexpr, GROUP: tl.constexpr):
     """Return the positions of a group's keys before sorting; of partial sums, whether they exist."""
-    origins = counts if LEVEL > 0 else order
+    origins = exists if LEVEL > 0 else order
     group = ()
     for number in tl.static_range(GROUP):
         group += (tl.load(origins + first + number, mask=first + number < stop, other=0),)
@@ -244,10 +244,10 @@ def _segment_update(
     keys,
     order,
     gradients,
-    counts,
+    exists,
     sums,
     sums_keys,
-    sums_counts,
+    sums_exist,
     blocks,
     num_blocks,
     weight_offset,
@@ -345,23 +345,23 @@ def _segment_update(
     states1 = _states_of_table(state1, state1_offset, table_index, base, width, ALIGN, STATE1)
     states2 = _states_of_table(state2, state2_offset, table_index, base, width, ALIGN, STATE2)
 
-    first_key = tl.load(keys + start)
-    last_key = tl.load(keys + stop - 1)
+    key_at_start = tl.load(keys + start)
+    key_at_end = tl.load(keys + stop - 1)
     is_inner = start > table_start
-    from_before = is_inner & (tl.load(keys + start - 1, mask=is_inner, other=-1) == first_key)
+    from_before = is_inner & (tl.load(keys + start - 1, mask=is_inner, other=-1) == key_at_start)
     is_inner = stop < table_stop
-    continues = is_inner & (tl.load(keys + stop, mask=is_inner, other=-1) == last_key)
+    continues = is_inner & (tl.load(keys + stop, mask=is_inner, other=-1) == key_at_end)
     # Runs that cross an edge leave a partial sum: the block's first run, and its last one if that is another.
-    one_run = first_key == last_key
+    one_run = key_at_start == key_at_end
     leaves_first = from_before | (one_run & continues)
     leaves_last = continues & (one_run == 0)
-    tl.store(sums_keys + 2 * block, first_key)
-    tl.store(sums_keys + 2 * block + 1, last_key)
-    tl.store(sums_counts + 2 * block, leaves_first.to(tl.int8))
-    tl.store(sums_counts + 2 * block + 1, leaves_last.to(tl.int8))
+    tl.store(sums_keys + 2 * block, key_at_start)
+    tl.store(sums_keys + 2 * block + 1, key_at_end)
+    tl.store(sums_exist + 2 * block, leaves_first.to(tl.int8))
+    tl.store(sums_exist + 2 * block + 1, leaves_last.to(tl.int8))
     # Their keys; -2 is none.
-    left_first = tl.where(leaves_first, first_key, -2)
-    left_last = tl.where(leaves_last, last_key, -2)
+    left_first = tl.where(leaves_first, key_at_start, -2)
+    left_last = tl.where(leaves_last, key_at_end, -2)
 
     row_dtype: tl.constexpr = weights.dtype.element_ty
     if row_dtype != tl.float32:
@@ -378,7 +378,7 @@ def _segment_update(
 
     # Keys and origins are loaded one group ahead.
     next_keys = _group_keys(keys, start, stop, GROUP)
-    next_origins = _group_origins(order, counts, start, stop, LEVEL, GROUP)
+    next_origins = _group_origins(order, exists, start, stop, LEVEL, GROUP)
     total = tl.zeros((BLOCK_D,), tl.float32)
     has_gradient = False
     for group in range(LENGTH // GROUP):
@@ -423,7 +423,7 @@ def _segment_update(
             gradients_of_ids += (gradient,)
             factors_of_ids += (factor_of_id,)
             has_gradients += (has,)
-        next_origins = _group_origins(order, counts, first + GROUP, stop, LEVEL, GROUP)
+        next_origins = _group_origins(order, exists, first + GROUP, stop, LEVEL, GROUP)
         if PREFETCHES:
             # The last key of this group, and those of the next one but its last, whose run may continue.
             for number in tl.static_range(GROUP - 1, 2 * GROUP - 1):

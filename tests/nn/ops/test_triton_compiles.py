@@ -13,7 +13,7 @@ POINTERS = {
     "*i32": ["keys", "is_good", "blocks", "columns", "hotness", "rounding_key", "updates_before"],
     "*i64": ["order", "sums_keys", "weight_offset", "state1_offset", "state2_offset", "key_base"],
     "*fp32": ["state1", "state2", "sums", "scalars", "partial_sums", "listed_factors", "factor"],
-    "*i8": ["sums_counts"],
+    "*i8": ["sums_exist"],
     "*bf16": ["gradients", "grad", "products", "x0", "factors", "grad_factor", "activation", "out"],
 }
 SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names} | {
@@ -22,7 +22,7 @@ SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names}
     ),
     **dict.fromkeys(["slot_start", "slot_offset", "source_rows", "target_rows"], "*i64"),
     **dict.fromkeys(["source_stride", "target_stride", "count", "width"], "i32"),
-    **dict.fromkeys(["counts", "first_pair", "ids", "id_stride", "num_ids"], "*i32"),
+    **dict.fromkeys(["counts", "exists", "first_pair", "ids", "id_stride", "num_ids"], "*i32"),
     **dict.fromkeys(["listed_rows", "listed_columns", "slot_rows"], "*i32"),
     **dict.fromkeys(["eps", "beta1", "rest1", "beta2", "rest2"], "fp32"),
     "masked": "*bf16",

@@ -127,13 +127,14 @@ def test_the_interaction_that_takes_rows_itself_equals_lookup_and_interaction(dt
     wanted = fused_dot_interaction(bottom, values.flatten(), layout, num_outputs)
     if bags._kernels is None:
         # Plain torch takes no rows; the kernel is interpreted.
-        assert bags.rows(ids) is None
+        assert bags.table_rows(ids) is None
         vars(bags).pop("_row_offsets")
         bags._kernels = SimpleNamespace()
-    assert torch.equal(dot_interaction_of_rows(bottom, bags.rows(ids), num_outputs), wanted)
+    rows = bags.table_rows(ids)
+    assert torch.equal(dot_interaction_of_rows(bottom, rows, num_outputs), wanted)
     # In training it leaves the vectors for the backward pass.
     outcomes = []
-    for room, rows_of in ((values, None), (torch.full_like(values, torch.nan), bags.rows(ids))):
+    for room, rows_of in ((values, None), (torch.full_like(values, torch.nan), rows)):
         leaves = [bottom.clone().requires_grad_(), room.flatten().requires_grad_()]
         out = fused_dot_interaction(*leaves, layout, num_outputs, rows_of)
         outcomes.append([out, *torch.autograd.grad(out.float().square().sum(), leaves), leaves[1]])

@@ -82,9 +82,9 @@ def _sent_by_a_step(built: Built, world_size: int) -> dict[str, list[int]]:
     finally:
         dist.all_to_all_single, dist.all_reduce = own_all_to_all, own_all_reduce
         dist.all_gather_into_tensor = own_all_gather
-    [rows] = built.step.path.request_capacity.facts()["rows"].values() or [[]]
+    [rows] = built.step.runner.request_capacity.facts()["rows"].values() or [[]]
     sent["capacity"] = rows
-    [merged] = built.step.path.request_capacity.facts().get("merged", {}).values() or [[]]
+    [merged] = built.step.runner.request_capacity.facts().get("merged", {}).values() or [[]]
     sent["merged"] = merged
     built.step.close()
     return sent

@@ -312,7 +312,7 @@ def launched(step: TrainStep, batch_size: int) -> tuple[int, int, int]:
         prefix_columns=0,
     )
     size = ids = keys = 0
-    for bags in (static._owned, static._replicated):
+    for bags in (static._lookup_bags, static._replica_bags):
         if not bags.tables:
             continue
         kernels = launcher(
@@ -328,7 +328,7 @@ def launched(step: TrainStep, batch_size: int) -> tuple[int, int, int]:
             size += sum(each.nbytes for each in (sources.rows, sources.columns, sources.factors))
         for width_class in kernels._classes:
             for level in width_class._levels:
-                parts = (level.blocks, level.sums, level.sums_keys, level.sums_counts)
+                parts = (level.blocks, level.sums, level.sums_keys, level.sums_exist)
                 size += sum(tensor.nbytes for tensor in parts)
         size += bags._base_of_key.nbytes
         ids += bags.num_ids

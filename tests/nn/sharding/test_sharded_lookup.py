@@ -15,7 +15,7 @@ def test_padding_arrives_with_the_ids_of_the_first_row():
     """So that no row is updated, by a gradient of zero, that the batch does not look up: Adam would move it."""
     with process_group(ranks_from_environment("cpu")):
         built = build(compose_config(*case("dlrm", "multi_hot", "adam", "table_wise")))
-        tables = built.step.path.builder.lookup(4, Capacity())
+        tables = built.step.runner.builder.lookup(4, Capacity())
         hotness = [3, 1, 2, 5, 1]
         ids = torch.arange(4 * sum(hotness), dtype=torch.int32)
         ids = torch.cat([each % 7 for each in ids.split([4 * each for each in hotness])])

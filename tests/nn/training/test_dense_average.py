@@ -35,7 +35,7 @@ def dense_of(built: Built, prefix: str) -> dict[str, Tensor]:
 def logits_of(built: Built) -> Tensor:
     """Return the logits of a test batch, in evaluation mode."""
     built.step.set_training(False)
-    prefetcher = Prefetcher(built.test_loader.batches(0, 1), built.step.path, built.ranks.device)
+    prefetcher = Prefetcher(built.test_loader.batches(0, 1), built.step.runner, built.ranks.device)
     logits = built.step.predict(*next(prefetcher)).float().cpu()
     built.step.set_training(True)
     return logits

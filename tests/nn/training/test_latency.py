@@ -32,7 +32,7 @@ def test_the_id_exchange_is_recorded_for_training_only(monkeypatch, mode, record
     monkeypatch.setattr("nn.training.train_step.capture_blocker", lambda *_: None)
     with ranks_of_cpu():
         step = build(compose_config(*TINY, f"mode={mode}")).step
-    assert step.path.builder.captured_sizes == recorded
+    assert step.runner.builder.captured_sizes == recorded
 
 
 def test_quantiles_are_those_of_the_passes(monkeypatch):

@@ -478,10 +478,10 @@ def launches_of_a_step(root: Path, num_features: int) -> int:
     )
     counted = 0
     for batch in built.train_loader.batches(0, 3):
-        built.step.path.prepare_update(0, 0.1)
+        built.step.runner.prepare_update(0, 0.1)
         with Launches() as launches:
             batch.to(torch.device("meta"))
-            built.step.path.forward_backward(*built.step.path.start(batch))
+            built.step.runner.train(*built.step.runner.start(batch))
         counted = launches.count
     built.step.close()
     return counted
@@ -503,7 +503,7 @@ def test_the_ids_of_a_recorded_pass_are_released_before_it_is_replayed(graphs):
         prefetcher = built.prefetcher(0, 3)
         built.step.train(0, prefetcher)
         _, training = graphs
-        released = built.step.path.builder.sizes[64].exchange._released
+        released = built.step.runner.builder.sizes[64].exchange._released
         released.record = lambda: events.append("release")
         load, replay = training.load, training.replay
         training.load = lambda *inputs: (events.append("load"), load(*inputs))

@@ -12,7 +12,7 @@ LOOK_S = 1.0
 """Seconds between two looks for parts, and between exchanges of the ranks whether a signal has come."""
 
 
-class NewRows:
+class StreamRows:
     """The rows of a stream as the loop sees them; `warn` prints a line about a part, on rank 0."""
 
     def __init__(

@@ -16,7 +16,7 @@ class TableFullError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class NewRows:
+class Rekeyed:
     """Rows of a table that got other keys, in ascending order."""
 
     rows: np.ndarray  # int64 [n], distinct
@@ -34,20 +34,20 @@ class RekeyedRows:
     def sizes(self) -> dict[str, int]:
         return {name: len(keys) for name, keys in self._keys.items()}
 
-    def add(self, new_rows: Mapping[str, NewRows]) -> None:
-        for name, new in new_rows.items():
+    def add(self, rekeyed: Mapping[str, Rekeyed]) -> None:
+        for name, new in rekeyed.items():
             self._keys[name][new.rows] = new.keys
 
-    def take(self) -> dict[str, NewRows]:
+    def take(self) -> dict[str, Rekeyed]:
         """Return the rows of every table, and forget them."""
         taken = {}
         for name, keys in self._keys.items():
             rows = np.flatnonzero(keys)
-            taken[name] = NewRows(rows, keys[rows])
+            taken[name] = Rekeyed(rows, keys[rows])
             keys[rows] = 0
         return taken
 
-    def put_back(self, taken: Mapping[str, NewRows]) -> None:
+    def put_back(self, taken: Mapping[str, Rekeyed]) -> None:
         """Note rows again that were taken; those that have got yet another key meanwhile keep it."""
         for name, before in taken.items():
             keys = self._keys[name]

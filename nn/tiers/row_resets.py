@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dataloading.keys.new_rows import LEFT, NewRows
+from dataloading.keys.rekeyed import LEFT, Rekeyed
 from nn.layers.initialization import KeyedWeights
 from nn.ops.addresses import are_adjacent, joined
 
@@ -48,9 +48,9 @@ class RowResets:
                 groups.append([shard])
         self._groups = [_Group(group, seed) for group in groups]
 
-    def write(self, new_rows: Mapping[str, NewRows]) -> None:
+    def write(self, rekeyed: Mapping[str, Rekeyed]) -> None:
         for group in self._groups:
-            group.write(new_rows)
+            group.write(rekeyed)
 
 
 def _adjoin(shard: KeyedShard, other: KeyedShard) -> bool:
@@ -82,10 +82,10 @@ class _Group:
         )
 
     @torch.no_grad()
-    def write(self, new_rows: Mapping[str, NewRows]) -> None:
+    def write(self, rekeyed: Mapping[str, Rekeyed]) -> None:
         parts = []
         for index, (shard, first) in enumerate(zip(self._shards, self._firsts, strict=True)):
-            new = new_rows.get(shard.keys_of)
+            new = rekeyed.get(shard.keys_of)
             if new is None:
                 continue
             rows = new.rows - shard.row_offset
