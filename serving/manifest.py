@@ -30,7 +30,8 @@ from configs.messages import shortened, shown
 from configs.table_schema import MOST_HOTNESS, is_number
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
-from serving.raw_description import check_raw, inputs_of
+from serving.raw_description import check_raw
+from serving.raw_records import RawDescription
 
 MANIFEST = "model.json"
 DENSE = "dense.pt2"
@@ -161,7 +162,7 @@ class Manifest:
 
     `keep_rate`: name of the column of keep rates that rows of the dataset have; None without. `dtype`: of the tables, a key of
     `TABLE_BITS`. `sequences`: groups of the dataset, if a table hands out rows. `keys`: file of the rows of raw keys by
-    feature; features that are not named have ids. `raw`: how raw values become features (`serving.inference.raw_values`); None
+    feature; features that are not named have ids. `raw`: how raw values become features, JSON of a `RawDescription`; None
     if only ids are served. `source`: checkpoint, step, fingerprint of the features, versions of the libraries. `proof`: rows
     that were compared with the training path, and the largest difference; likewise of machine code. `files`: bytes and SHA-256
     of every other file.
@@ -254,7 +255,7 @@ class Manifest:
             "categorical": [[feature.name, feature.hotness] for feature in self.categorical],
             "keep_rate": self.keep_rate,
             "outputs": [output.name for output in self.outputs],
-            "raw": inputs_of(self.raw) if self.raw else None,
+            "raw": RawDescription.of(self.raw).inputs if self.raw else None,
             "keys": sorted(self.keys),
             "sequences": self.sequences,
         }
@@ -445,7 +446,8 @@ def _check(directory: Path, manifest: Manifest) -> None:
     if manifest.raw is not None:
         features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
         groups = {of.name: of.group.columns for of in manifest.sequences}
-        check_raw(manifest.raw, manifest.numerical, features, manifest.keys, manifest.files, groups)
+        raw = RawDescription.of(manifest.raw)
+        check_raw(raw, manifest.numerical, features, manifest.keys, manifest.files, groups)
 
 
 def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> None:

@@ -94,8 +94,8 @@ class GpuModel:
                 f"{directory} takes rows of table {shown(manifest.handed_out[0][0].name)} itself, such as those of events, which "
                 "only a CPU looks up yet; serve it with device=cpu"
             )
-        raw = RawValues.load(directory, manifest) if manifest.raw else None
         keys = load_key_rows(directory, manifest)
+        raw = RawValues.load(directory, manifest, keys)
         dense = dense_on(load_program(directory / DENSE), device, dense_dtype)
         stored = [MappedTable(directory, table, manifest.dtype) for table in manifest.tables]
         if table_bytes is None:

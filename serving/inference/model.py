@@ -54,8 +54,8 @@ class ServedModel:
         Raises ModelError: it is no model directory, or is damaged.
         """
         manifest = manifest or Manifest.read(directory)
-        raw = RawValues.load(directory, manifest) if manifest.raw else None
         keys = load_key_rows(directory, manifest)
+        raw = RawValues.load(directory, manifest, keys)
         dense = load_dense(directory / DENSE)
         return cls(manifest, MappedTables(directory, manifest), dense, raw, keys)
 

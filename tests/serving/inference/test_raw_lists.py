@@ -14,6 +14,7 @@ from serving.inference.raw_values import RawValues
 from serving.inference.requests import InputError
 from serving.manifest import Sequence
 from serving.raw_description import check_raw
+from serving.raw_records import RawDescription
 from tests.preproc.table.test_event_lists import described, random_rows, write
 from tests.preproc.table.test_pipeline import build
 from tests.serving.raw_manifest import raw_manifest
@@ -32,7 +33,7 @@ def raw_of(root: Path, *, is_text: bool, **group) -> tuple[FeatureSpec, RawValue
     manifest.sequences.append(
         Sequence("past", ["items", "shops"], ["prices"], None, 4, weight="prices")
     )
-    return spec, RawValues.load(root / "model", manifest)
+    return spec, RawValues.load(root / "model", manifest, {})
 
 
 def padded(lists: list[list], fill: object) -> list:
@@ -122,11 +123,11 @@ def test_a_description_that_anybody_may_have_written_is_checked(tmp_path, change
     features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
     groups = {"past": ["items", "shops", "prices"]}
     parts = ([], features, manifest.keys, manifest.files, groups)
-    check_raw(manifest.raw, *parts)
+    check_raw(RawDescription.of(manifest.raw), *parts)
     description = json.loads(json.dumps(manifest.raw))
     description["lists"][0] |= change
     with pytest.raises((ValueError, LookupError), match=re.escape(message)):
-        check_raw(description, *parts)
+        check_raw(RawDescription.of(description), *parts)
 
 
 def test_lists_with_times_and_numbers_by_expression_are_refused(tmp_path):

@@ -1,0 +1,179 @@
+"""Records of how raw values become the features of a model, the part `raw` of a manifest.
+
+`serving.exporting.raw_values` makes them. `serving.raw_description` checks those of a manifest, which may come from anybody, and
+`serving.inference` follows them without further checks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from typing import Any, Self
+
+from configs.table_schema import EMPTY_ITEMS, TAKE, records
+
+CONDITION = "filter/"
+"""Name of the value of `RawRows.filter` beside those of features, which have no slash."""
+OPTIONAL: dict[str, Any] = {
+    "expression": "",
+    "types": {},
+    "times": {},
+    "filter": None,
+    "sequences": [],
+    "lists": [],
+}
+"""Values that are left out of a manifest, as they were before there were any."""
+# The name of a column, or that of a feature whose values no column has: a tuple.
+Key = str | tuple[str]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RawFeature:
+    """A feature or a number of events: the values of a column, or of an expression."""
+
+    name: str
+    column: str | None  # None of an expression or a cross
+    expression: str = ""
+
+    @property
+    def key(self) -> Key:
+        """Return the key of its values."""
+        return (self.name,) if self.column is None else self.column
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RawNumber(RawFeature):
+    transforms: list[Any]
+    fitted: list[list[float]]  # numbers of each transform
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RawCategorical(RawFeature):
+    """A categorical feature, whose ids are of a vocabulary, of buckets, or rows of raw keys."""
+
+    cross: list[str]  # columns
+    separator: str
+    list: bool
+    # Models of 0.1.0 have neither of these two.
+    take: str = TAKE[0]
+    length: bool = False
+    buckets: int | None
+    is_key: bool = False
+    vocabulary: Any  # its file and its number of values, or None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RawHistory:
+    """The last values of the feature `of`, in a list of the history's name."""
+
+    name: str
+    of: str
+    length: int
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RawRows:
+    """The features of rows; or of events, which are rows of their own."""
+
+    columns: dict[str, int]  # 1, or 2 of a list
+    missing: list[str]  # texts
+    empty_items: str = EMPTY_ITEMS[1]  # as a model of 0.1.0 takes them, which does not say
+    is_text: dict[str, bool]  # by column and history, in the fit
+    five: dict[str, str] = field(default_factory=dict)  # text of the number 5 in the fit, by column
+    float16: bool
+    numerical: list[RawNumber] = records(RawNumber)
+    categorical: list[RawCategorical] = records(RawCategorical)
+    history: list[RawHistory] = records(RawHistory)
+    types: dict[str, str] = field(default_factory=dict)  # of SQL, of columns of expressions
+    times: dict[str, str] = field(default_factory=dict)  # SQL of the time of events, by its name
+    filter: str | None = None  # SQL of the condition that a row is an event
+
+    @property
+    def seconds(self) -> dict[str, str]:
+        """Return the SQL of whole seconds."""
+        return self.times
+
+    @property
+    def expressions(self) -> dict[str, str]:
+        """Return the SQL of features, of seconds, and of the condition of events."""
+        sql = {f.name: f.expression for f in (*self.numerical, *self.categorical) if f.expression}
+        return sql | self.seconds | ({CONDITION: self.filter} if self.filter else {})
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RawSequence:
+    """A sequence group whose events are rows."""
+
+    name: str
+    length: int
+    moment: str  # SQL of the moment of a row
+    events: RawRows = field(metadata={"of": RawRows})
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Return the inputs that have the columns of the events."""
+        return {column: f"{self.name}_{column}" for column in self.events.columns}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RawListNumber:
+    name: str
+    column: str
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RawLists:
+    """A sequence group of lists: ragged features with a separator, or none of lists, and numbers in the same form."""
+
+    name: str
+    length: int
+    features: list[str]
+    separator: str
+    numbers: list[RawListNumber] = records(RawListNumber)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RawDescription(RawRows):
+    sequences: list[RawSequence] = records(RawSequence)
+    lists: list[RawLists] = records(RawLists)
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Self:
+        """Return the records of JSON. Raises TypeError: a part is missing, or there is one that this version does not know."""
+        return _record(cls, raw)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(
+            self,
+            dict_factory=lambda pairs: {
+                name: value
+                for name, value in pairs
+                if name not in OPTIONAL or value != OPTIONAL[name]
+            },
+        )
+
+    @property
+    def inputs(self) -> dict[str, int]:
+        """Return the inputs of raw values, 1 or 2 of a list; the columns of a sequence's events begin with its name."""
+        return self.columns | {name: 2 for of in self.sequences for name in of.columns.values()}
+
+    @property
+    def by_feature(self) -> dict[str, RawCategorical]:
+        """Return what makes ids of values, by feature; a history has that of its feature."""
+        rows = [self, *(of.events for of in self.sequences)]
+        found = {feature.name: feature for each in rows for feature in each.categorical}
+        return found | {history.name: found[history.of] for history in self.history}
+
+    @property
+    def seconds(self) -> dict[str, str]:
+        """Return the SQL of the moments of rows, by sequence."""
+        return {of.name: of.moment for of in self.sequences}
+
+
+def _record(kind: type[Any], content: Mapping[str, Any]) -> Any:
+    values = {**content}
+    for declared in fields(kind):
+        if declared.name in values and "of" in declared.metadata:
+            make = partial(_record, declared.metadata["of"])
+            value = values[declared.name]
+            values[declared.name] = [*map(make, value)] if isinstance(value, list) else make(value)
+    return kind(**values)
