@@ -385,7 +385,7 @@ class TableConfig:
             f"table.sources: got {shown(sources)}, want a mapping from names to files",
         )
         content["sources"] = {
-            str(name): _make(Source, source, f"table.sources.{name}")
+            str(name): record_of(Source, source, f"table.sources.{name}")
             for name, source in sources.items()
         }
         if isinstance(content.get("order_by"), str):
@@ -393,14 +393,16 @@ class TableConfig:
         content["label"] = (
             _list_of(Label, label, "table.label")
             if isinstance(label, list)
-            else [_make(Label, label, "table.label")]
+            else [record_of(Label, label, "table.label")]
         )
         groups = content.get("sequence") or []
         _check_list("table.sequence", groups)
         content["sequence"] = [_sequence(of, f"table.sequence[{i}]") for i, of in enumerate(groups)]
         for key, kind in (("weight", RowNumber), ("keep_rate", RowNumber), ("split", SplitRule)):
-            content[key] = _make(kind, content[key], f"table.{key}") if content.get(key) else None
-        parsed = _make(cls, content, "table")
+            content[key] = (
+                record_of(kind, content[key], f"table.{key}") if content.get(key) else None
+            )
+        parsed = record_of(cls, content, "table")
         parsed.check()
         return parsed._with_query()
 
@@ -788,7 +790,7 @@ def _mapping(content: Any, where: str, kind: type) -> Mapping[str, Any]:
 
 def _sequence(content: Any, where: str) -> EventLog | EventLists:
     is_lists = isinstance(content, Mapping) and "lists" in content
-    group = _make(EventLists if is_lists else EventLog, content, where)
+    group = record_of(EventLists if is_lists else EventLog, content, where)
     of = group.lists if is_lists else group.of
     key = "lists" if is_lists else "of"
     require(bool(of), f"{where}: got {key} [], want a list of categorical features")
@@ -801,10 +803,10 @@ def quoted(name: str) -> str:
 
 def _list_of(kind: type, content: Any, where: str) -> list[Any]:
     _check_list(where, content)
-    return [_make(kind, item, f"{where}[{i}]") for i, item in enumerate(content)]
+    return [record_of(kind, item, f"{where}[{i}]") for i, item in enumerate(content)]
 
 
-def _make(kind: type, content: Any, where: str) -> Any:
+def record_of(kind: type, content: Any, where: str) -> Any:
     """Return a record of the values that a mapping has; null is the default. Raises ValueError: a value is of another kind."""
     if isinstance(content, str) and kind in (Numerical, Categorical, Label, RowNumber):
         content = {"name": content}
@@ -828,6 +830,8 @@ def _checked(declared: Field[Any], value: Any, where: str) -> Any:
     rule = declared.metadata
     if "of" in rule:
         return _list_of(rule["of"], value, where)
+    if "record" in rule:
+        return record_of(rule["record"], value, where)
     if "choices" in rule:
         choices = rule["choices"]
         require(value in choices, f"{where}: got {shown(value)}, want one of {', '.join(choices)}")

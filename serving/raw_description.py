@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.messages import shown
-from configs.table_schema import EMPTY_ITEMS, TAKE, check_transform, is_number, num_fitted
+from configs.table_schema import check_transform, is_number, num_fitted
 from dataloading.row_sql import KIND, columns_of
 from serving.raw_records import (
     RawCategorical,
@@ -42,7 +42,7 @@ def check_raw(
     """Raise ValueError unless a description makes the features of a model, with ids of their tables.
 
     `features`: cardinality and hotness. `keys`: those that have raw keys. `groups`: columns of the sequences that the model
-    reads, by name. Raises LookupError, TypeError, AttributeError: a part is missing, or of another type.
+    reads, by name. Raises LookupError, TypeError, AttributeError: a name is unknown, or a value of another type.
     """
     model = _Model(features, keys, files, groups or {})
     names = [feature.name for feature in raw.categorical] + [of.name for of in raw.history]
@@ -58,12 +58,15 @@ def check_raw(
     _check_rows(raw, numerical, read, model)
 
 
-def _check_rows(raw: RawRows, numerical: list[str], read: set[str], model: _Model) -> None:
+def _check_rows(raw: RawRows, numerical: list[str], read: set[str | None], model: _Model) -> None:
     """Raise ValueError for wrong features of rows or events, of whose columns `read` are read by others."""
     columns = raw.columns
     if not all(name and type(size) is int and size in (1, 2) for name, size in columns.items()):
         raise ValueError(f"raw columns {shown(columns)}; want 1, or 2 of a list, by column")
-    _check_facts(raw)
+    good = isinstance(raw.five, dict) and all(isinstance(text, str) for text in raw.five.values())
+    _require(good, "five", raw.five, "texts by column")
+    good = all(type(raw.is_text[name]) is bool for name in columns)
+    _require(good, "is_text", raw.is_text, "true or false by column")
     used: set[str | None] = {*read, *_check_expressions(raw)}
     used |= {f.column for f in raw.numerical if _check_numerical(f, columns)}
     for feature in raw.categorical:
@@ -75,7 +78,6 @@ def _check_rows(raw: RawRows, numerical: list[str], read: set[str], model: _Mode
         _require(columns[name] == 2, where, columns[name], "a list among the columns")
         wanted = "the hotness of the feature"
         _require(model.features[name][1] in (None, length), where, length, wanted)
-        _check_length(where, length)
         _check_ids(name, by_name[history.of], model)
         used.add(name)
     # In the order of `TableConfig.numerical_names`.
@@ -90,7 +92,6 @@ def _check_rows(raw: RawRows, numerical: list[str], read: set[str], model: _Mode
 def _check_events(of: RawSequence, model: _Model) -> list[str]:
     """Return the features of a sequence, whose events are rows of their own."""
     where, events = f"sequence {shown(of.name)}", of.events
-    _check_length(where, of.length)
     own = [feature.name for feature in events.categorical]
     hotness = [model.features[feature][1] for feature in own]
     _require(bool(own) and not any(hotness), where, hotness, "ragged features")
@@ -106,12 +107,11 @@ def _check_events(of: RawSequence, model: _Model) -> list[str]:
 def _check_lists(
     of: RawLists,
     by_name: Mapping[str, RawCategorical],
-    columns: Mapping[str, int],
+    columns: Mapping[Any, int],
     model: _Model,
-) -> list[str]:
+) -> list[str | None]:
     """Return the columns of the numbers of a group of lists."""
     where, own = f"lists {shown(of.name)}", of.features
-    _check_length(where, of.length)
     separators = [by_name[feature].separator for feature in own]
     good = bool(own) and separators == [of.separator] * len(own)
     _require(good, where, separators, "features of one separator")
@@ -122,23 +122,6 @@ def _check_lists(
         _require(size == 1 + (not of.separator), where, size, "numbers in the form of the ids")
     model.check_group(where, of.name, [*own, *(number.name for number in of.numbers)])
     return [number.column for number in of.numbers]
-
-
-def _check_length(where: str, length: int) -> None:
-    _require(type(length) is int and length > 0, where, length, "a positive length")
-
-
-def _check_facts(raw: RawRows) -> None:
-    """Raise ValueError for wrong facts on the fit."""
-    _require(type(raw.float16) is bool, "float16", raw.float16, "true or false")
-    is_texts = isinstance(raw.missing, list) and all(isinstance(text, str) for text in raw.missing)
-    _require(is_texts, "missing", raw.missing, "a list of texts")
-    wanted = f"one of {', '.join(EMPTY_ITEMS)}"
-    _require(raw.empty_items in EMPTY_ITEMS, "empty_items", raw.empty_items, wanted)
-    good = isinstance(raw.five, dict) and all(isinstance(text, str) for text in raw.five.values())
-    _require(good, "five", raw.five, "texts by column")
-    good = all(type(raw.is_text[name]) is bool for name in raw.columns)
-    _require(good, "is_text", raw.is_text, "true or false by column")
 
 
 def _check_expressions(raw: RawRows) -> set[str]:
@@ -173,15 +156,11 @@ def _check_categorical(
     feature: RawCategorical, columns: Mapping[Any, int], model: _Model
 ) -> set[str | None]:
     """Return the columns that a feature reads beside those of an expression."""
-    cross, separator, is_list = feature.cross, feature.separator or "", feature.list
+    cross, separator, is_list = feature.cross, feature.separator, feature.list
     where, kinds = f"categorical {shown(feature.name)}", [cross, separator, is_list]
-    good = type(is_list) is bool and isinstance(separator, str) and isinstance(cross, list)
-    _require(good, where, kinds, "cross, separator and list of one kind")
     _require(sum(map(bool, kinds)) < 2, where, kinds, "a cross, a separator or a list")
     hotness = model.features[feature.name][1]
     _require(bool(separator) or is_list or hotness == 1, where, hotness, "hotness 1 without a list")
-    _require(feature.take in TAKE, f"{where}: take", feature.take, f"one of {', '.join(TAKE)}")
-    _require(type(feature.length) is bool, f"{where}: length", feature.length, "true or false")
     _check_ids(feature.name, feature, model)
     if feature.expression:
         good = feature.column is None and not (cross or is_list)

@@ -5,11 +5,19 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from configs.table_schema import EMPTY_ITEMS, TAKE, records
+from configs.table_schema import (
+    EMPTY_ITEMS,
+    MOST_HISTORY,
+    MOST_HOTNESS,
+    TAKE,
+    one_of,
+    record_of,
+    records,
+    whole,
+)
 
 CONDITION = "filter/"
 """Name of the value of `RawRows.filter` beside those of features, which have no slash."""
@@ -31,7 +39,7 @@ class RawFeature:
     """A feature or a number of events: the values of a column, or of an expression."""
 
     name: str
-    column: str | None  # None of an expression or a cross
+    column: str | None = None  # None of an expression or a cross
     expression: str = ""
 
     @property
@@ -50,15 +58,15 @@ class RawNumber(RawFeature):
 class RawCategorical(RawFeature):
     """A categorical feature, whose ids are of a vocabulary, of buckets, or rows of raw keys."""
 
-    cross: list[str]  # columns
-    separator: str
+    cross: list[str] = field(default_factory=list)  # columns
+    separator: str = ""
     list: bool
     # Models of 0.1.0 have neither of these two.
-    take: str = TAKE[0]
+    take: str = one_of(TAKE[0], *TAKE)
     length: bool = False
-    buckets: int | None
+    buckets: int | None = None
     is_key: bool = False
-    vocabulary: Any  # its file and its number of values, or None
+    vocabulary: Any = None  # its file and its number of values
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -67,7 +75,7 @@ class RawHistory:
 
     name: str
     of: str
-    length: int
+    length: int = whole(1, MOST_HISTORY)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -76,7 +84,8 @@ class RawRows:
 
     columns: dict[str, int]  # 1, or 2 of a list
     missing: list[str]  # texts
-    empty_items: str = EMPTY_ITEMS[1]  # as a model of 0.1.0 takes them, which does not say
+    # A model of 0.1.0 does not say, and takes them so.
+    empty_items: str = one_of(EMPTY_ITEMS[1], *EMPTY_ITEMS)
     is_text: dict[str, bool]  # by column and history, in the fit
     five: dict[str, str] = field(default_factory=dict)  # text of the number 5 in the fit, by column
     float16: bool
@@ -104,9 +113,9 @@ class RawSequence:
     """A sequence group whose events are rows."""
 
     name: str
-    length: int
+    length: int = whole(1, MOST_HOTNESS)
     moment: str  # SQL of the moment of a row
-    events: RawRows = field(metadata={"of": RawRows})
+    events: RawRows = field(metadata={"record": RawRows})
 
     @property
     def columns(self) -> dict[str, str]:
@@ -115,20 +124,14 @@ class RawSequence:
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
-class RawListNumber:
-    name: str
-    column: str
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
 class RawLists:
     """A sequence group of lists: ragged features with a separator, or none of lists, and numbers in the same form."""
 
     name: str
-    length: int
+    length: int = whole(1, MOST_HOTNESS)
     features: list[str]
     separator: str
-    numbers: list[RawListNumber] = records(RawListNumber)
+    numbers: list[RawFeature] = records(RawFeature)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -138,8 +141,8 @@ class RawDescription(RawRows):
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Self:
-        """Return the records of JSON. Raises TypeError: a part is missing, or there is one that this version does not know."""
-        return _record(cls, raw)
+        """Return the records of JSON. Raises ValueError: a part is missing, unknown, or of another type."""
+        return record_of(cls, raw, "raw values")
 
     def as_json(self) -> dict[str, Any]:
         return asdict(
@@ -167,13 +170,3 @@ class RawDescription(RawRows):
     def seconds(self) -> dict[str, str]:
         """Return the SQL of the moments of rows, by sequence."""
         return {of.name: of.moment for of in self.sequences}
-
-
-def _record(kind: type[Any], content: Mapping[str, Any]) -> Any:
-    values = {**content}
-    for declared in fields(kind):
-        if declared.name in values and "of" in declared.metadata:
-            make = partial(_record, declared.metadata["of"])
-            value = values[declared.name]
-            values[declared.name] = [*map(make, value)] if isinstance(value, list) else make(value)
-    return kind(**values)

@@ -27,8 +27,8 @@ from serving.inference.requests import IDS, NUMERICAL
 from serving.raw_records import (
     RawCategorical,
     RawDescription,
+    RawFeature,
     RawHistory,
-    RawListNumber,
     RawLists,
     RawNumber,
     RawRows,
@@ -147,7 +147,7 @@ class _Inputs:
         if is_list:
             raise ValueError(unserved(feature.name, expression, "a list"))
         self.add_sql(feature.name, expression)
-        return {"column": None, "expression": expression}
+        return {"expression": expression}
 
     def facts(
         self, categorical: Sequence[RawCategorical], history: Sequence[RawHistory]
@@ -186,7 +186,7 @@ def _lists(group: EventLists, inputs: _Inputs) -> RawLists:
         if column is None:
             raise ValueError(unserved(number.name, number.expression.strip(), "a list"))
         inputs.add(column, 1 if separator else 2)
-        numbers.append(RawListNumber(name=number.name, column=column))
+        numbers.append(RawFeature(name=number.name, column=column))
     return RawLists(
         name=group.name,
         length=group.length,
@@ -240,10 +240,9 @@ def _categorical(feature: Categorical, inputs: _Inputs) -> RawCategorical:
     owner = inputs.features[feature.vocabulary_of or feature.name]
     for name in feature.cross:
         inputs.add(name)
-    values = {"column": None} if feature.cross else inputs.values(feature)
     return RawCategorical(
         name=feature.name,
-        **values,
+        **({} if feature.cross else inputs.values(feature)),
         cross=feature.cross,
         separator=feature.separator,
         list=feature.list,

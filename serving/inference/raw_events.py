@@ -12,9 +12,9 @@ from dataloading.dataset.sequences import SequenceGroup, ages_of, seen_events
 from serving.inference.model_rows import RaggedIds
 from serving.inference.raw_columns import RawColumns, Texts, number_of, refuse, split
 from serving.inference.requests import InputError
-from serving.raw_records import CONDITION, Key, RawCategorical, RawListNumber, RawLists, RawSequence
+from serving.raw_records import CONDITION, Key, RawCategorical, RawFeature, RawLists, RawSequence
 
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = Mapping[Any, tuple[int, ...]]
 """Shapes of the inputs: [B], or [B, L] of lists."""
 
 
@@ -119,10 +119,10 @@ def cut_lists(
     numbers = {}
     for number in lists.numbers:
         if lists.separator:
-            texts = columns.texts(number.column, inputs[number.column])
+            texts = columns.texts(number.key, inputs[number.key])
             rows = _split_numbers(number, lists.separator, texts)
         else:
-            matrix = _matrix(number, inputs[number.column], shapes[number.column])
+            matrix = _matrix(number, inputs[number.key], shapes[number.column])
             rows = _without_padding(matrix, counts)
         require_counts(number.name, map(len, rows))
         for row, items in enumerate(rows):
@@ -140,7 +140,7 @@ def cut_lists(
     return numbers
 
 
-def _split_numbers(number: RawListNumber, separator: str, texts: Texts) -> list[list[float | None]]:
+def _split_numbers(number: RawFeature, separator: str, texts: Texts) -> list[list[float | None]]:
     """Return the numbers of every row's text; a row without one has none."""
     parted = [[] if text is None else split(text, separator) for text in texts]
     return [
@@ -148,7 +148,7 @@ def _split_numbers(number: RawListNumber, separator: str, texts: Texts) -> list[
     ]
 
 
-def _matrix(number: RawListNumber, values: Any, shape: tuple[int, ...]) -> np.ndarray:
+def _matrix(number: RawFeature, values: Any, shape: tuple[int, ...]) -> np.ndarray:
     """Return the numbers of lists, NaN where one is missing."""
     if isinstance(values, list):
         width = shape[1]

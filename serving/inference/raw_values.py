@@ -138,7 +138,6 @@ class RawValues:
         if feature.separator:
             lists = [[] if text is None else split(text, feature.separator) for text in texts]
         else:
-            assert feature.column is not None
             width = shapes[feature.column][1]
             lists = [without_end(texts[row * width : (row + 1) * width]) for row in range(num_rows)]
         if feature.name in self._drops_empty:

@@ -105,7 +105,10 @@ HOSTILE = {
         "malformed|KeyError|'y'",
     ),
     "several ids of one value": (in_manifest("c[1]['separator'] = ''"), "want hotness 1 without"),
-    "a separator that is none": (in_manifest("c[1]['separator'] = 5"), "of one kind"),
+    "a separator that is none": (
+        in_manifest("c[1]['separator'] = 5"),
+        "separator: got 5, want text",
+    ),
     "features in another order": (
         in_manifest("c[0], c[4] = c[4], c[0]"),
         "the features of the model",

@@ -110,7 +110,7 @@ def test_numbers_behind_the_items_of_a_padded_list_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"length": 0}, "lists 'past': got 0, want a positive length"),
+        ({"length": 0}, "'past': length: got 0, want a whole number, 1 to"),
         ({"separator": "|"}, "lists 'past': got ['^', '^'], want features of one separator"),
         ({"features": ["item"]}, "want features of one separator"),
         ({"numbers": []}, "lists 'past': got ['items', 'shops'], want the columns of the model's"),
