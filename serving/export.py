@@ -41,7 +41,7 @@ def run(config: ModelExportConfig) -> None:
 def check_paths(config: ModelExportConfig) -> None:
     """Check that checkpoint and output can be used, before torch is imported.
 
-    Raises ValueError: one of them cannot; the export itself checks again.
+    Raises ValueError: one of them cannot.
     """
     checkpoint = Path(config.checkpoint or "")
     if not (checkpoint / "run.json").exists():

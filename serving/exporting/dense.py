@@ -48,16 +48,21 @@ def export_dense(directory: Path, dense: nn.Module, num_numerical: int, columns:
     try:
         with torch.no_grad(), _quiet():
             program = _program(dense, _example(dense, num_numerical, columns))
-            # They would be a pickle in the archive, which nothing needs.
-            program.example_inputs = None
-            # A comparison of the numbers of rows, as code; the server makes both inputs.
-            program._guards_code = []
-            torch.export.save(program, directory / DENSE)
+            save_program(program, directory / DENSE)
     except Exception as error:
         raise ValueError(
             f"torch.export cannot export the dense component: {first_line(error)}; its forward must be "
             "plain tensor operations of a dynamic number of rows"
         ) from error
+
+
+def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write a program without what a server would refuse."""
+    # They would be a pickle in the archive, which nothing needs.
+    program.example_inputs = None
+    # A comparison of the numbers of rows, as code; the server makes both inputs.
+    program._guards_code = []
+    torch.export.save(program, path)
 
 
 def export_onnx(directory: Path, dense: nn.Module, num_numerical: int, columns: int) -> None:

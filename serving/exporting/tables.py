@@ -1,6 +1,6 @@
 """Tables of a checkpoint to mapped files, block by block: memory does not depend on the size of a table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks
 from nn.deltas.scaled_rows import quantize
+from nn.deltas.table_rows import converted
 from serving.inference.tables import DTYPES, dequantized
 from serving.manifest import SCALED, Table
 
@@ -55,7 +56,9 @@ def _write(
     first, error = 0, 0.0
     scale = (directory / table.scale_file).open("xb") if dtype in SCALED else None
     with (directory / table.file).open("xb") as stream:
-        for block in _float_blocks(stored):
+        for numbers in blocks(stored):
+            # Wider than what is stored, so exact.
+            block = torch.from_numpy(converted(numbers, stored.dtype, "float32"))
             begin, end = np.searchsorted(wanted, (first, first + len(block)))
             kept[begin:end] = block[wanted[begin:end] - first]
             if not block.isfinite().all():
@@ -78,12 +81,3 @@ def _write(
     if scale is not None:
         scale.close()
     return kept, error
-
-
-def _float_blocks(stored: StoredTensor) -> Iterator[Tensor]:
-    """Yield the rows of a table as float32; wider than what is stored is exact."""
-    for block in blocks(stored):
-        if stored.dtype == "bfloat16":
-            yield torch.from_numpy(block.view(np.int16)).view(torch.bfloat16).float()
-        else:
-            yield torch.from_numpy(block.astype(np.float32))

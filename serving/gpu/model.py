@@ -66,7 +66,8 @@ class GpuModel:
         self._sizes = padded_sizes(max_batch)
         self._scores = self._host((max_batch, len(manifest.outputs)), torch.float32)
         self._ragged_capacity = 0
-        self._passes: dict[int, _Pass] = {}
+        # By padded size: where its inputs lie, and what queues its pass and returns scores [P, O], which the next overwrites.
+        self._passes: dict[int, tuple[InputLayout, Callable[[], Tensor]]] = {}
         self._pinned = self._block = torch.empty(0, dtype=torch.int32)
         self._make_room(RAGGED_IDS_PER_ROW * self._sizes[-1] if manifest.ragged else 0)
 
@@ -123,11 +124,11 @@ class GpuModel:
             self._grow(2 * needed)
         with torch.inference_mode():
             padded = next(size for size in self._sizes if size >= count)
-            found = self._passes[padded]
-            used = found.layout.fill(self._pinned, parts)
+            layout, queue = self._passes[padded]
+            used = layout.fill(self._pinned, parts)
             self._block[:used].copy_(self._pinned[:used], non_blocking=True)
             scores = self._scores[:count]
-            scores.copy_(found.scores()[:count], non_blocking=True)
+            scores.copy_(queue()[:count], non_blocking=True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
             self._row_cache.learn(parts)
@@ -153,16 +154,18 @@ class GpuModel:
         self._pinned = self._host((size,), torch.int32).zero_()
         self._block = torch.zeros(size, dtype=torch.int32, device=self._device)
         # The largest first: the others find their memory in its pool.
-        first = None
+        first: CudaGraph | None = None
         for padded in reversed(self._sizes):
             layout = InputLayout.of(self.manifest, padded)
-            look_up = ServedLookup(self.manifest, self._tables, layout)
-            self._passes[padded] = _Pass(
-                layout, self._function(layout, look_up), self._stream, first
-            )
-            first = first or self._passes[padded]
+            queue = self._function(layout)
+            if self._stream is not None:
+                with torch.inference_mode():
+                    graph = CudaGraph(queue, stream=self._stream, beside=first)
+                first, queue = first or graph, graph.replay
+            self._passes[padded] = layout, queue
 
-    def _function(self, layout: InputLayout, look_up: ServedLookup) -> Callable[[], Tensor]:
+    def _function(self, layout: InputLayout) -> Callable[[], Tensor]:
+        look_up = ServedLookup(self.manifest, self._tables, layout)
         num_columns, dtype, head = self.manifest.num_columns, self._dtype, self._head
         block, dense = self._block, self._dense
 
@@ -175,28 +178,6 @@ class GpuModel:
 
     def _host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, pin_memory=self._device.type == "cuda")
-
-
-class _Pass:
-    """Scores of a padded batch: a CUDA graph on a GPU."""
-
-    def __init__(
-        self,
-        layout: InputLayout,
-        function: Callable[[], Tensor],
-        stream: torch.cuda.Stream | None,
-        beside: "_Pass | None",
-    ) -> None:
-        self.layout = layout
-        self._function, self._graph = function, None
-        if stream is not None:
-            with torch.inference_mode():
-                shared = None if beside is None else beside._graph
-                self._graph = CudaGraph(function, stream=stream, beside=shared)
-
-    def scores(self) -> Tensor:
-        """Queue the pass; return its scores [P, O], which the next pass overwrites."""
-        return self._function() if self._graph is None else self._graph.replay()
 
 
 _models: "WeakSet[GpuModel]" = WeakSet()
