@@ -23,9 +23,7 @@ async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
 
     Raises ValueError: server or dataset cannot be used, a request fails, or the split has no labels.
     """
-    target = await open_target(
-        config.model, config.url, config.token_file, config.data_path, config.split
-    )
+    target = await open_target(config)
     spec = target.source.spec
     spec.require_labels(config.split)
     names = [label.name for label in spec.labels]
@@ -62,7 +60,7 @@ async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
             connection.close()
     seconds = time.perf_counter() - started
     ms = np.array(latencies) * 1e3
-    p90, p95, p99 = (float(value) for value in np.quantile(ms, [0.9, 0.95, 0.99]))
+    quantiles = np.quantile(ms, [0.9, 0.95, 0.99]).tolist()
     return {
         "split": config.split,
         "rows": size,
@@ -75,9 +73,7 @@ async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
         "concurrency": config.concurrency,
         "rows_per_s": size / seconds,
         "mean_ms": float(ms.mean()),
-        "p90_ms": p90,
-        "p95_ms": p95,
-        "p99_ms": p99,
+        **dict(zip(("p90_ms", "p95_ms", "p99_ms"), quantiles, strict=True)),
     }
 
 

@@ -1,17 +1,17 @@
 """Loads of all sizes on a server, one after another, with real rows of a dataset."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from configs.serving_schema import LatencyConfig
-from serving.client.connection import Address, Connection, ServerError
+from serving.client.connection import ServerError
 from serving.client.dataset_requests import EncodedRequest, read_rows
 from serving.client.load import Body, closed_load, open_load
 from serving.client.results import HEAD, LoadResult, line
 from serving.client.server_time import server_time
-from serving.client.shared_memory import EXTENSION, SharedInputs
+from serving.client.shared_memory import EXTENSION, shared_bodies
 from serving.client.target import Target, open_target
 
 MOST_REQUESTS = 64
@@ -24,9 +24,7 @@ async def measure(config: LatencyConfig, say: Callable[[str], None]) -> list[Loa
 
     Raises ValueError: server or dataset cannot be used, or a load has no answer.
     """
-    target = await open_target(
-        config.model, config.url, config.token_file, config.data_path, config.split
-    )
+    target = await open_target(config)
     if config.shared_memory and EXTENSION not in target.extensions:
         raise ValueError(
             f"shared_memory=true: {config.url} has no extension {EXTENSION}; leave it out"
@@ -38,7 +36,9 @@ async def measure(config: LatencyConfig, say: Callable[[str], None]) -> list[Loa
     loads += [(None, rate) for rate in config.rates]
     for batch in config.batch_sizes:
         requests = some_requests(target, config.split, batch)
-        async with _bodies(target.address, requests, shared=config.shared_memory) as bodies:
+        plain = [Body(request.body, request.header_length) for request in requests]
+        shared = shared_bodies(target.address, requests)
+        async with shared if config.shared_memory else nullcontext(plain) as bodies:
             for concurrency, rate in loads:
                 send: Any = closed_load if rate is None else open_load
                 load = partial(send, target.address, target.path, bodies, rate or concurrency)
@@ -73,20 +73,3 @@ def some_requests(target: Target, split: str, batch: int) -> list[EncodedRequest
     if requests[0].num_rows < batch:
         raise ValueError(f"batch_sizes: {batch:,} rows, and split {split} has {available:,}")
     return requests
-
-
-@asynccontextmanager
-async def _bodies(
-    address: Address, requests: list[EncodedRequest], *, shared: bool
-) -> AsyncIterator[list[Body]]:
-    if not shared:
-        yield [Body(request.body, request.header_length) for request in requests]
-        return
-    connection = Connection(address)
-    inputs = SharedInputs(requests)
-    try:
-        await inputs.register(connection)
-        yield inputs.bodies
-    finally:
-        await inputs.close(connection)
-        connection.close()
