@@ -18,7 +18,6 @@ from serving.versions import note_of_others
 
 
 def run(config: ModelExportConfig) -> None:
-    """Export the model, and print what was proved."""
     check_paths(config)
     restore_signals()
     # Imported here: torch and TorchRec take seconds, and the errors above need neither.
@@ -55,7 +54,6 @@ def check_paths(config: ModelExportConfig) -> None:
 
 
 def report(manifest: Manifest) -> list[str]:
-    """Return the lines that an export prints."""
     proof = manifest.proof
     num_bytes = sum(
         state.bytes for name, state in manifest.files.items() if name.startswith("tables/")

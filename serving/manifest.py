@@ -53,7 +53,6 @@ MOST_ROWS = 65_536
 TABLE_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 SCALED = ("int8", "int4")
 """Dtypes of tables whose rows have a scale each."""
-POOLINGS = ("sum", "mean", "none")
 NUMERICAL = "numerical"
 IDS = "ids"
 """Inputs of a request: numbers, and the ids of all features of fixed hotness."""
@@ -150,8 +149,6 @@ class KeyFile:
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """Size and SHA-256 of a file."""
-
     bytes: int
     sha256: str
 
@@ -192,6 +189,19 @@ class Manifest:
     def ragged(self) -> list[Feature]:
         """Features whose rows differ in their number of ids."""
         return [feature for feature in self.categorical if feature.hotness is None]
+
+    @property
+    def inputs(self) -> list[dict[str, Any]]:
+        """Inputs of features, as metadata lists them; ids of 64 bits are accepted too."""
+        ids = "INT32" if self.has_short_ids else "INT64"
+        inputs = []
+        if self.numerical:
+            inputs.append((NUMERICAL, "FP32", [-1, len(self.numerical)]))
+        if self.fixed:
+            inputs.append((IDS, ids, [-1, self.id_columns]))
+        inputs += [(feature.name, ids, [-1, -1]) for feature in self.ragged]
+        inputs += [(name, "FP32", [-1, -1]) for of in self.sequences for name in of.numbers]
+        return [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in inputs]
 
     @property
     def id_columns(self) -> int:
@@ -454,7 +464,7 @@ def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> N
     _texts([table.name, *table.features])
     _count(table.rows)
     _count(table.columns)
-    if table.pooling not in POOLINGS:
+    if table.pooling not in ("sum", "mean", "none"):
         raise ValueError(f"table {shown(table.name)} has pooling {shown(table.pooling)}")
     for feature in table.features:
         if rows[feature] > table.rows:

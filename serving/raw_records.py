@@ -44,7 +44,6 @@ class RawFeature:
 
     @property
     def key(self) -> Key:
-        """Return the key of its values."""
         return (self.name,) if self.column is None else self.column
 
 

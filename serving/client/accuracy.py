@@ -89,7 +89,6 @@ def _accuracy(labels: np.ndarray, scores: np.ndarray, *, is_binary: bool) -> dic
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """Return the lines that the command prints."""
     head = [f"split      {found['split']}, {found['rows']:,} rows"]
     for name, values in found["outputs"].items():
         numbers = ", ".join(f"{key.replace('_', ' ')} {value:.6f}" for key, value in values.items())

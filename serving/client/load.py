@@ -22,8 +22,6 @@ class Body:
 
 @dataclass(slots=True)
 class Measured:
-    """Requests of a load."""
-
     latencies: list[float] = field(default_factory=list)  # seconds of each answered request
     failed: int = 0
     error: str | None = None
@@ -91,7 +89,6 @@ async def open_load(
 
 @contextmanager
 def _timed(measured: Measured, connections: Sequence[Connection]) -> Iterator[None]:
-    """Time the block, and close its connections."""
     started, cpu = time.perf_counter(), time.process_time()
     try:
         yield

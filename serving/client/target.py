@@ -15,8 +15,6 @@ from serving.token_file import read_token
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and a dataset."""
-
     address: Address
     path: str
     source: Source

@@ -55,8 +55,6 @@ from serving.manifest import (
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A checkpoint with what its run was."""
-
     saved: SavedModel
     config: Config
     source: Source

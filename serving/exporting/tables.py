@@ -13,8 +13,6 @@ from nn.deltas.table_rows import converted
 from serving.inference.tables import DTYPES, dequantized
 from serving.manifest import SCALED, Table
 
-STORED = {"float32", "float16", "bfloat16"}
-
 
 def write_tables(
     directory: Path,
@@ -41,7 +39,11 @@ def _stored(index: TensorIndex, table: Table) -> StoredTensor:
     tensor = index.tensors.get(f"tables.{table.name}.weight")
     if tensor is None:
         raise ValueError(f"the checkpoint has no table {table.name}; it is of another model")
-    if tensor.size != (table.rows, table.columns) or tensor.dtype not in STORED:
+    if tensor.size != (table.rows, table.columns) or tensor.dtype not in (
+        "float32",
+        "float16",
+        "bfloat16",
+    ):
         raise ValueError(
             f"table {table.name} of the checkpoint is {tensor.dtype} {list(tensor.size)}, and the model declares "
             f"{[table.rows, table.columns]}"

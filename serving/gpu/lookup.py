@@ -27,8 +27,6 @@ ARGUMENTS = (
 
 
 class ServedLookup:
-    """Lookup of all tables of a model for one size of batch."""
-
     def __init__(
         self, manifest: Manifest, tables: Sequence[DeviceTable], layout: InputLayout
     ) -> None:

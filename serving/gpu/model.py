@@ -21,6 +21,7 @@ from serving.inference.dense import load_program
 from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import Rows
 from serving.inference.raw_values import RawValues
+from serving.inference.requests import IdInputs
 from serving.inference.scores import ScoreHead
 from serving.inference.tables import MappedTable
 from serving.manifest import DENSE, Manifest, ModelError
@@ -55,7 +56,7 @@ class GpuModel:
         dtype: torch.dtype,
         keys: Mapping[str, KeyRows],
     ) -> None:
-        self.manifest, self.raw, self.keys = manifest, raw, keys
+        self.manifest, self.raw, self.id_inputs = manifest, raw, IdInputs(manifest, keys)
         self._tables, self._dense, self._dtype = tables, dense, dtype
         self._row_cache = RowCache(tables, manifest.id_slices())
         self.sampled = self._row_cache.sampled

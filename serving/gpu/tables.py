@@ -23,8 +23,6 @@ PLACE_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class DeviceTable:
-    """A table in device and host memory."""
-
     declared: Table
     hot: Tensor  # rows at the first places, on the device [C, D]; at least one
     cold: Tensor | None  # the others, pinned [rows - C, D]; None if there are none

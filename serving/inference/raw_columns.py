@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +17,12 @@ from configs.table_schema import (
 )
 from configs.transforms import TRANSFORMS
 from dataloading.row_sql import RowSql
-from serving.inference.requests import InputError
+from serving.inference.requests import refuse
 from serving.raw_records import CONDITION, Key, RawCategorical, RawNumber, RawRows
 
 FLOATS = re.compile("float|double|decimal")
 """Types whose values are sent as floating-point numbers too."""
 WHOLE = re.compile(r"[+-]?[0-9]+")
-NOT_A_NUMBER = ("nan", "+nan", "-nan")
 SEPARATOR = "\x1f"
 """Separates the values of a cross."""
 MOST_VALUES = 65_536
@@ -170,7 +169,7 @@ def number_of(name: str, row: int, text: str | None) -> float | None:
         number = float(text)
         if math.isfinite(number):
             return number
-    if text.strip().lower() not in NOT_A_NUMBER:
+    if text.strip().lower() not in ("nan", "+nan", "-nan"):
         refuse(f"row {row}: {shown(name)} is {shown(text)}, wanted a number")
     return None
 
@@ -187,7 +186,3 @@ def without_end(values: Sequence[str | None]) -> list[str | None]:
     """Return a list without the missing values at its end, which fill a tensor."""
     last = max((number for number, value in enumerate(values, 1) if value is not None), default=0)
     return [*values[:last]]
-
-
-def refuse(message: str) -> NoReturn:
-    raise InputError(message)

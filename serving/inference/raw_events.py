@@ -10,80 +10,73 @@ import torch
 from configs.messages import shown
 from dataloading.dataset.sequences import SequenceGroup, ages_of, seen_events
 from serving.inference.model_rows import RaggedIds
-from serving.inference.raw_columns import RawColumns, Texts, number_of, refuse, split
-from serving.inference.requests import InputError
+from serving.inference.raw_columns import RawColumns, Texts, number_of, split
+from serving.inference.requests import InputError, refuse
 from serving.raw_records import CONDITION, Key, RawCategorical, RawFeature, RawLists, RawSequence
 
 Shapes = Mapping[Any, tuple[int, ...]]
 """Shapes of the inputs: [B], or [B, L] of lists."""
 
 
-class LoggedEvents:
-    """A sequence group whose events are rows of their own.
+def seen_of_log(
+    sequence: RawSequence,
+    columns: RawColumns,
+    encode: Callable[[RawCategorical, Texts], np.ndarray],
+    inputs: Mapping[Key, Any],
+    shapes: Shapes,
+) -> tuple[dict[str, RaggedIds], dict[str, RaggedIds]]:
+    """Return the ids by feature, and the numbers, of the events that rows see of those in `inputs`, by the rules of a log.
 
-    `encode`: returns the ids of the values of a feature.
+    An event has a time, a value of the first feature, and a filter that is true; others, and what fills the lists, are none.
+    `columns`: of the events. `encode`: returns the ids of the values of a feature.
     """
+    raw = sequence.events
+    first, *others = sequence.columns.values()
+    for name in others:
+        if shapes[name] != shapes[first]:
+            refuse(
+                f"list {shown(name)} has shape {list(shapes[name])}, and {shown(first)} {list(shapes[first])}; want an item "
+                "per event in each"
+            )
+    flat: dict[Key, Any] = {
+        column: values if isinstance(values, list) else values.reshape(-1)
+        for column, name in sequence.columns.items()
+        for values in [inputs[name]]
+    }
+    try:
+        flat = columns.with_expressions(flat)
+        texts = [columns.values(feature, flat) for feature in raw.categorical]
+        numbers = {f.name: columns.numbers(f, flat) for f in raw.numerical}
+    except InputError as error:
+        refuse(f"events of {shown(sequence.name)}, counted over all rows: {error}")
+    (time,) = raw.times
+    every = flat[(time,)]
+    events = np.array(
+        [
+            event
+            for event, (at, value) in enumerate(zip(every, texts[0], strict=True))
+            if None not in (at, value) and (not raw.filter or flat[(CONDITION,)][event] == 1)
+        ],
+        np.int64,
+    )
+    times = np.array([every[event] for event in events], np.int64)
+    never = np.iinfo(np.int64).min
+    of_rows = inputs[(sequence.name,)]
+    moments = np.array([never if moment is None else moment for moment in of_rows], np.int64)
+    rows = events // max(shapes[first][1], 1)
+    seen, lengths = seen_events(rows, times, moments, sequence.length)
+    found = {name: of_events[events[seen]] for name, of_events in numbers.items()}
+    found[time] = ages_of(times[seen], moments, lengths).astype(np.float32)
+    ids = {
+        feature.name: encode(feature, [values[event] for event in events[seen]])
+        for feature, values in zip(raw.categorical, texts, strict=True)
+    }
+    counts = torch.from_numpy(lengths)
 
-    def __init__(
-        self, sequence: RawSequence, encode: Callable[[RawCategorical, Texts], np.ndarray]
-    ) -> None:
-        self._sequence, self._encode = sequence, encode
-        self._columns = RawColumns(sequence.events)
+    def ragged(found: Mapping[str, np.ndarray]) -> dict[str, RaggedIds]:
+        return {n: RaggedIds(torch.from_numpy(v), counts) for n, v in found.items()}
 
-    def seen(
-        self, inputs: Mapping[Key, Any], shapes: Shapes
-    ) -> tuple[dict[str, RaggedIds], dict[str, RaggedIds]]:
-        """Return the ids by feature, and the numbers, of the events that rows see of those in `inputs`, by the rules of a log.
-
-        An event has a time, a value of the first feature, and a filter that is true; others, and what fills the lists, are none.
-        """
-        sequence, raw = self._sequence, self._sequence.events
-        first, *others = sequence.columns.values()
-        for name in others:
-            if shapes[name] != shapes[first]:
-                refuse(
-                    f"list {shown(name)} has shape {list(shapes[name])}, and {shown(first)} {list(shapes[first])}; want an item "
-                    "per event in each"
-                )
-        flat: dict[Key, Any] = {
-            column: values if isinstance(values, list) else values.reshape(-1)
-            for column, name in sequence.columns.items()
-            for values in [inputs[name]]
-        }
-        try:
-            flat = self._columns.with_expressions(flat)
-            texts = [self._columns.values(feature, flat) for feature in raw.categorical]
-            numbers = {f.name: self._columns.numbers(f, flat) for f in raw.numerical}
-        except InputError as error:
-            refuse(f"events of {shown(sequence.name)}, counted over all rows: {error}")
-        (time,) = raw.times
-        every = flat[(time,)]
-        events = np.array(
-            [
-                event
-                for event, (at, value) in enumerate(zip(every, texts[0], strict=True))
-                if None not in (at, value) and (not raw.filter or flat[(CONDITION,)][event] == 1)
-            ],
-            np.int64,
-        )
-        times = np.array([every[event] for event in events], np.int64)
-        never = np.iinfo(np.int64).min
-        of_rows = inputs[(sequence.name,)]
-        moments = np.array([never if moment is None else moment for moment in of_rows], np.int64)
-        rows = events // max(shapes[first][1], 1)
-        seen, lengths = seen_events(rows, times, moments, sequence.length)
-        found = {name: of_events[events[seen]] for name, of_events in numbers.items()}
-        found[time] = ages_of(times[seen], moments, lengths).astype(np.float32)
-        ids = {
-            feature.name: self._encode(feature, [values[event] for event in events[seen]])
-            for feature, values in zip(raw.categorical, texts, strict=True)
-        }
-        counts = torch.from_numpy(lengths)
-
-        def ragged(columns: Mapping[str, np.ndarray]) -> dict[str, RaggedIds]:
-            return {n: RaggedIds(torch.from_numpy(v), counts) for n, v in columns.items()}
-
-        return ragged(ids), ragged(found)
+    return ragged(ids), ragged(found)
 
 
 def cut_lists(

@@ -7,7 +7,7 @@ a request.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -19,9 +19,9 @@ from torch import Tensor
 from configs.messages import shown
 from serving.inference.key_rows import KeyRows
 from serving.inference.model_rows import RaggedIds, Rows
-from serving.inference.raw_columns import RawColumns, Texts, refuse, split
-from serving.inference.raw_events import LoggedEvents, Shapes, cut_lists
-from serving.inference.requests import keep_rates
+from serving.inference.raw_columns import RawColumns, Texts, split, without_end
+from serving.inference.raw_events import Shapes, cut_lists, seen_of_log
+from serving.inference.requests import keep_rates, refuse
 from serving.manifest import Manifest, ModelError
 from serving.raw_records import Key, RawCategorical, RawDescription, RawHistory
 from serving.vocabulary import Vocabulary
@@ -41,7 +41,7 @@ class RawValues:
         self._vocabularies, self._keys = vocabularies, keys
         self.inputs, self._by_feature = raw.inputs, raw.by_feature
         self._columns = RawColumns(raw)
-        self._events = [LoggedEvents(sequence, self._encode) for sequence in raw.sequences]
+        self._logs = [(sequence, RawColumns(sequence.events)) for sequence in raw.sequences]
         self._groups = {of.name: of.group for of in manifest.sequences}
         keeps_empty = {name for lists in raw.lists for name in lists.features}
         is_dropped = raw.empty_items == "dropped"
@@ -68,7 +68,6 @@ class RawValues:
             raise ModelError(f"{directory}: raw values are malformed: {shown(error)}") from None
 
     def describe_inputs(self) -> list[dict[str, Any]]:
-        """Return the inputs of raw values, as metadata lists them."""
         return [
             {"name": name, "datatype": "BYTES", "shape": [-1] * dimensions}
             for name, dimensions in self.inputs.items()
@@ -85,8 +84,8 @@ class RawValues:
         values = self._columns.with_expressions(columns)
         ids: dict[str, Any] = {}  # int64 [B * hotness], or `RaggedIds`
         numbers_of_events: dict[str, RaggedIds] = {}
-        for events in self._events:
-            seen, numbers = events.seen(values, shapes)
+        for sequence, of_events in self._logs:
+            seen, numbers = seen_of_log(sequence, of_events, self._encode, values, shapes)
             ids |= seen
             numbers_of_events |= numbers
         lengths = []
@@ -182,12 +181,6 @@ class RawValues:
             return np.array(hashed, np.int64)
         assert feature.vocabulary is not None
         return self._vocabularies[feature.vocabulary[0]].ids(texts)
-
-
-def without_end(values: Sequence[str | None]) -> list[str | None]:
-    """Return a list without the missing values at its end, which fill a tensor."""
-    last = max((number for number, value in enumerate(values, 1) if value is not None), default=0)
-    return [*values[:last]]
 
 
 def _bucket(text: str, buckets: int) -> int:

@@ -21,7 +21,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from configs.messages import on_one_line
 
-BACKLOG = 1024
 HEAD_BYTES = 16 << 10
 """Most of request line and headers."""
 LINGER_S = 2.0
@@ -109,13 +108,24 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class HttpServer:
-    """Server of one handler, whose `RequestError` `refuse` answers; any other error is logged and answered with 500."""
-
-    def __init__(
-        self, handler: Handler, refuse: Refusal, limits: HttpLimits, log: Callable[[str], None]
-    ) -> None:
-        self.app = App(handler, refuse, limits, log)
-        self._server = _Server(_Config(self.app))
+    def __init__(self, app: "App") -> None:
+        self.app = app
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level=60,  # nothing: `log` gets the errors
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=1024,
+                # `Connection` closes what is idle.
+                timeout_keep_alive=2**31,
+            )
+        )
 
     @property
     def num_connections(self) -> int:
@@ -148,7 +158,10 @@ class HttpServer:
 
 
 class App:
-    """The ASGI application: a handler behind the limits of a request."""
+    """The ASGI application: a handler behind the limits of a request.
+
+    `refuse` answers its `RequestError`; any other error is logged and answered with 500.
+    """
 
     def __init__(
         self, handler: Handler, refuse: Refusal, limits: HttpLimits, log: Callable[[str], None]
@@ -333,27 +346,6 @@ class _Body:
             await self._next()
 
 
-class _Config(uvicorn.Config):
-    """uvicorn's settings, with the app for what `Connection` refuses."""
-
-    def __init__(self, app: App) -> None:
-        super().__init__(
-            app,
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level=60,  # nothing: `log` gets the errors
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=BACKLOG,
-            # `Connection` closes what is idle.
-            timeout_keep_alive=2**31,
-        )
-        self.limited = app
-
-
 class _Server(uvicorn.Server):
     """uvicorn's server, which leaves signals to the command."""
 
@@ -364,17 +356,15 @@ class _Server(uvicorn.Server):
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """A connection, with limits for what uvicorn does not limit: connections, heads, and time in which nothing moves."""
 
-    config: _Config
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Serve, or refuse if there are too many."""
         super().connection_made(transport)
         self._num_heads = self._head_bytes = 0
         self._is_refused = False
         self._moved, self._moved_at = (-1, -1), 0.0
-        limit = self.config.limited.limits.max_connections
+        self._limited = cast(App, self.config.app)
+        limit = self._limited.limits.max_connections
         if len(self.connections) > limit:
-            self.app = self.config.limited.refuse_connection
+            self.app = self._limited.refuse_connection
         self._look: asyncio.TimerHandle | None = None
         if len(self.connections) > 2 * limit:
             # None of these is kept until it has sent a request.
@@ -383,13 +373,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._look_at_time()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self.config.limited.received
+        return self._limited.received
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(self.config.limited.received[:nbytes])
+        self.data_received(self._limited.received[:nbytes])
 
     def data_received(self, data: bytes | memoryview) -> None:
-        """Parse bytes; a head may have so many."""
         if self._is_refused:
             return
         before = self._num_heads
@@ -436,7 +425,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _refuse(self, status: HTTPStatus, message: str, linger_s: float = LINGER_S) -> None:
         """Answer what is no request, and close when the client has had time to read why."""
-        response = self.config.limited.refuse(RequestError(status, message, is_last=True))
+        response = self._limited.refuse(RequestError(status, message, is_last=True))
         lines = [name + b": " + value for name, value in response.head(is_last=True)]
         first = f"HTTP/1.1 {status.value} {status.phrase}".encode()
         self.transport.write(b"\r\n".join([first, *lines, b"", response.body]))
@@ -449,7 +438,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Close the connection if no head has come and no byte of an answer was read for `timeout_s`."""
         if self.transport.is_closing():
             return
-        now, limit_s = self.loop.time(), self.config.limited.limits.timeout_s
+        now, limit_s = self.loop.time(), self._limited.limits.timeout_s
         unread = self.transport.get_write_buffer_size()
         if not (self._is_idle or unread) or (self._num_heads, unread) != self._moved:
             self._moved, self._moved_at = (self._num_heads, unread), now

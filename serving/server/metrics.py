@@ -91,9 +91,7 @@ class Metrics:
         self._served = dict.fromkeys(latest)
         _forget_all_but(set(serving), self.by_version)
         _forget_all_but(set(latest), self.of_late)
-        now = CollectorRegistry()
-        now.register(_Now(gauges))
-        return generate_latest(self.registry) + generate_latest(now)
+        return generate_latest(self.registry) + generate_latest(_Now(gauges))
 
 
 def _forget_all_but(served: Set[tuple[str, str]], metrics: Sequence[Counter | Histogram]) -> None:

@@ -34,7 +34,6 @@ DTYPES = {
 BYTES_DTYPES = {name: np.dtype(dtype).newbyteorder("<") for name, dtype in DTYPES.items()}
 """Of binary data."""
 TEXT = "BYTES"
-MOST_DIMENSIONS = 2
 MOST_INPUTS = 4096
 REMEMBERED = 64
 """JSON documents whose meaning is remembered: a client of binary tensors sends the same one again and again."""
@@ -44,8 +43,6 @@ REMEMBERED_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An input."""
-
     name: str
     datatype: str  # a key of `DTYPES`, or `TEXT`
     shape: tuple[int, ...]
@@ -63,7 +60,6 @@ class InferRequest:
 
 
 def refuse(message: str) -> NoReturn:
-    """Refuse a request that cannot be answered."""
     raise RequestError(HTTPStatus.BAD_REQUEST, message)
 
 
@@ -199,7 +195,7 @@ def _entry(entry: Mapping[str, Any]) -> _Entry:
         refuse(f"{where} has datatype {shown(datatype)}; want one of {', '.join(DTYPES)}, {TEXT}")
     if (
         not isinstance(shape, list)
-        or not 1 <= len(shape) <= MOST_DIMENSIONS
+        or not 1 <= len(shape) <= 2
         or not all(type(size) is int and 0 <= size < 2**31 for size in shape)
     ):
         refuse(f"{where} has shape {shown(shape)}; want [rows] or [rows, columns]")

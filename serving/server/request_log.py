@@ -24,7 +24,7 @@ from prometheus_client import Counter
 from configs.messages import os_error_text, shown
 from dataloading.dataset.durable_files import AppendedFile
 from serving.inference.model_rows import Rows
-from serving.inference.raw_values import without_end
+from serving.inference.raw_columns import without_end
 from serving.inference.requests import takes_ids
 from serving.inference.versions import Model, Version
 from serving.manifest import IDS, NUMERICAL, PADDING

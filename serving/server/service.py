@@ -13,13 +13,12 @@ from uuid import uuid4
 
 from configs.messages import shown
 from serving.inference.model_rows import Rows
-from serving.inference.requests import IdInputs, InputError, describe_inputs, takes_ids
+from serving.inference.requests import InputError, takes_ids
 from serving.inference.scores import why_not_finite
 from serving.inference.versions import Version, Versions
-from serving.manifest import Manifest
 from serving.model_names import require_names
 from serving.server.batching import Batcher, BatchLimits
-from serving.server.http_server import HttpLimits, HttpServer, Request, RequestError, Response
+from serving.server.http_server import App, HttpLimits, HttpServer, Request, RequestError, Response
 from serving.server.lane import Lane
 from serving.server.metrics import CONTENT_TYPE, Gauges, Metrics
 from serving.server.protocol import (
@@ -35,10 +34,8 @@ from serving.server.protocol import (
 )
 from serving.server.request_log import LoggedRequest, RequestLog
 
-SERVER = "hybrid-parallel-recsys"
 CANARY_KEY = "canary-key"
 """Header of requests that one version answers, such as those of one user."""
-EXTENSIONS = ["binary_tensor_data"]
 SMALL_BYTES = 4 << 10
 """Most bytes of JSON and texts that the event loop parses itself."""
 LARGE_BYTES = 64 << 10
@@ -69,9 +66,7 @@ class Service:
         self._large = Lane("reader of large requests", batch_limits.deadline_s, SWITCH_S)
         self._threads = (self._small, self._large, self._batcher)
         self._loader = ThreadPoolExecutor(1, "loader")
-        self._http = HttpServer(self._answer, self._refuse, http_limits, log)
-        # Of the latest two versions of each model. Not the versions themselves, whose tables would stay in memory after a swap.
-        self._id_inputs: list[tuple[Manifest, IdInputs]] = []
+        self._http = HttpServer(App(self._answer, self._refuse, http_limits, log))
         self._is_ready = False
 
     @property
@@ -140,7 +135,8 @@ class Service:
                 return Response(body=self._metrics_text(), content_type=CONTENT_TYPE)
             case ["v2"]:
                 self._want(request, "GET")
-                return json_response({"name": SERVER, "version": "2", "extensions": EXTENSIONS})
+                about = {"name": "hybrid-parallel-recsys", "version": "2"}
+                return json_response(about | {"extensions": ["binary_tensor_data"]})
             case ["v2", "health", "live"]:
                 self._want(request, "GET")
                 return json_response({"live": True})
@@ -272,17 +268,12 @@ class Service:
             columns = {name: tensor.values for name, tensor in request.inputs.items()}
             shapes = {name: tensor.shape for name, tensor in request.inputs.items()}
             return True, partial(_refusing, raw.rows, columns, shapes, num_rows)
-        known = next((known for of, known in self._id_inputs if of is manifest), None)
-        if known is None:
-            known = IdInputs(manifest, version.model.keys)
-            latest = self._id_inputs[: 2 * len(self._models) - 1]
-            self._id_inputs = [(manifest, known), *latest]
         arrays = {}
         for tensor in request.inputs.values():
             if isinstance(tensor.values, list):
                 refuse(f"input {shown(tensor.name)} is text; want numbers")
             arrays[tensor.name] = tensor.values
-        return False, partial(_refusing, known.rows, arrays, num_rows)
+        return False, partial(_refusing, version.model.id_inputs.rows, arrays, num_rows)
 
     def _metrics_text(self) -> bytes:
         gauges: Gauges = {
@@ -335,7 +326,7 @@ def _refusing(read: Callable[..., Rows], *args: Any) -> Rows:
 
 def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:
     manifest, raw = version.model.manifest, version.model.raw
-    inputs = features = describe_inputs(manifest)
+    inputs = features = manifest.inputs
     # A client fills all inputs that are listed, so they are of one kind: raw values, if the model takes them.
     raw_inputs = {} if raw is None else {"raw": raw.describe_inputs()}
     if raw_inputs:

@@ -48,7 +48,7 @@ def load_part(directory: Path, parameters: Mapping[str, str]) -> Part:
                 float(parameters["table_gib"]) if parameters["table_gib"] else None,
             )
             model = load(directory, manifest)
-            read = partial(_rows, IdInputs(manifest, model.keys))
+            read = partial(_rows, model.id_inputs)
             return lambda requests: _finite(
                 _answers(requests, read, lambda parts: named(model.scores(*parts)))
             )
