@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -30,7 +30,7 @@ from configs.messages import shortened, shown
 from configs.table_schema import MOST_HOTNESS, is_number
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
-from serving.raw_description import check_raw
+from serving.raw_description import ModelParts, check_raw
 from serving.raw_records import RawDescription
 
 MANIFEST = "model.json"
@@ -347,18 +347,13 @@ class Manifest:
             kinds |= {table.file: self.dtype, table.scale_file: "fp32"}
 
         def check(name: str) -> None:
-            bad: list[bool] = []
-
-            def look(block: bytes) -> None:
-                bad.append(not _all_finite(block, kinds.get(name)))
-
             try:
-                got = file_state(directory / name, look)
+                got, is_finite = _read_file(directory / name, kinds.get(name))
             except OSError as error:
                 raise _unreadable(directory / name, error) from None
             if got != self.files[name]:
                 raise _damaged(directory / name, "its SHA-256 differs")
-            if any(bad):
+            if not is_finite:
                 raise ModelError(
                     f"{directory / name} has a number that is not finite; export a checkpoint of a training that has not diverged"
                 )
@@ -388,15 +383,15 @@ def _damaged(path: Path, state: str) -> ModelError:
     return ModelError(f"{path} is damaged ({state}); export the model again")
 
 
-def file_state(path: Path, check: Callable[[bytes], None] = lambda _: None) -> FileState:
-    """Return size and SHA-256 of a file, read block by block; each is given to `check` too."""
-    digest, size = hashlib.sha256(), 0
+def _read_file(path: Path, dtype: str | None = None) -> tuple[FileState, bool]:
+    """Return size and SHA-256 of a file, and whether its numbers of a dtype are finite."""
+    digest, size, is_finite = hashlib.sha256(), 0, True
     with open_regular(path) as stream:
         while block := stream.read(HASH_BLOCK):
             digest.update(block)
-            check(block)
+            is_finite &= _all_finite(block, dtype)
             size += len(block)
-    return FileState(size, digest.hexdigest())
+    return FileState(size, digest.hexdigest()), is_finite
 
 
 def _check(directory: Path, manifest: Manifest) -> None:
@@ -456,8 +451,8 @@ def _check(directory: Path, manifest: Manifest) -> None:
     if manifest.raw is not None:
         features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
         groups = {of.name: of.group.columns for of in manifest.sequences}
-        raw = RawDescription.of(manifest.raw)
-        check_raw(raw, manifest.numerical, features, manifest.keys, manifest.files, groups)
+        model = ModelParts(features, manifest.keys, manifest.files, groups)
+        check_raw(RawDescription.of(manifest.raw), manifest.numerical, model)
 
 
 def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> None:
@@ -521,4 +516,4 @@ def describe_files(directory: Path) -> dict[str, FileState]:
         for folder, _, names in os.walk(directory)
         for name in names
     )
-    return {name: file_state(directory / name) for name in names if name != MANIFEST}
+    return {name: _read_file(directory / name)[0] for name in names if name != MANIFEST}

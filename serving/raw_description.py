@@ -18,37 +18,28 @@ from serving.raw_records import (
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class ModelParts:
     """The parts of a model that the features of raw values must fit."""
 
     features: Mapping[str, tuple[int, int | None]]  # cardinality, and hotness unless it is ragged
     keys: Collection[str]  # features that have raw keys
     files: Collection[str]
-    groups: Mapping[str, Collection[str]]  # columns of the sequences that it reads
+    groups: Mapping[str, Collection[str]]  # columns of the sequences that it reads, by name
 
     def check_group(self, where: str, name: str, made: list[str]) -> None:
         wanted = {*self.groups.get(name, made)}
         _require(wanted == {*made}, where, made, "the columns of the model's")
 
 
-def check_raw(
-    raw: RawDescription,
-    numerical: list[str],
-    features: Mapping[str, tuple[int, int | None]],
-    keys: Collection[str],
-    files: Collection[str],
-    groups: Mapping[str, Collection[str]] | None = None,
-) -> None:
+def check_raw(raw: RawDescription, numerical: list[str], model: ModelParts) -> None:
     """Raise ValueError unless a description makes the features of a model, with ids of their tables.
 
-    `features`: cardinality and hotness. `keys`: those that have raw keys. `groups`: columns of the sequences that the model
-    reads, by name. Raises LookupError, TypeError, AttributeError: a name is unknown, or a value of another type.
+    Raises LookupError, TypeError, AttributeError: a name is unknown, or a value of another type.
     """
-    model = _Model(features, keys, files, groups or {})
     names = [feature.name for feature in raw.categorical] + [of.name for of in raw.history]
     for sequence in raw.sequences:
         names += _check_events(sequence, model)
-    _require(names == list(features), "categorical", names, "the features of the model")
+    _require(names == list(model.features), "categorical", names, "the features of the model")
     by_name = {feature.name: feature for feature in raw.categorical}
     read = {column for of in raw.lists for column in _check_lists(of, by_name, raw.columns, model)}
     made = {of.name for of in raw.sequences} | {of.name for of in raw.lists}
@@ -58,7 +49,9 @@ def check_raw(
     _check_rows(raw, numerical, read, model)
 
 
-def _check_rows(raw: RawRows, numerical: list[str], read: set[str | None], model: _Model) -> None:
+def _check_rows(
+    raw: RawRows, numerical: list[str], read: set[str | None], model: ModelParts
+) -> None:
     """Raise ValueError for wrong features of rows or events, of whose columns `read` are read by others."""
     columns = raw.columns
     if not all(name and type(size) is int and size in (1, 2) for name, size in columns.items()):
@@ -89,7 +82,7 @@ def _check_rows(raw: RawRows, numerical: list[str], read: set[str | None], model
     _require(not other, "columns", other, "the columns that features read, and no others")
 
 
-def _check_events(of: RawSequence, model: _Model) -> list[str]:
+def _check_events(of: RawSequence, model: ModelParts) -> list[str]:
     """Return the features of a sequence, whose events are rows of their own."""
     where, events = f"sequence {shown(of.name)}", of.events
     own = [feature.name for feature in events.categorical]
@@ -108,7 +101,7 @@ def _check_lists(
     of: RawLists,
     by_name: Mapping[str, RawCategorical],
     columns: Mapping[Any, int],
-    model: _Model,
+    model: ModelParts,
 ) -> list[str | None]:
     """Return the columns of the numbers of a group of lists."""
     where, own = f"lists {shown(of.name)}", of.features
@@ -153,7 +146,7 @@ def _check_numerical(feature: RawNumber, columns: Mapping[Any, int]) -> bool:
 
 
 def _check_categorical(
-    feature: RawCategorical, columns: Mapping[Any, int], model: _Model
+    feature: RawCategorical, columns: Mapping[Any, int], model: ModelParts
 ) -> set[str | None]:
     """Return the columns that a feature reads beside those of an expression."""
     cross, separator, is_list = feature.cross, feature.separator, feature.list
@@ -172,7 +165,7 @@ def _check_categorical(
     return used
 
 
-def _check_ids(name: str, feature: RawCategorical, model: _Model) -> None:
+def _check_ids(name: str, feature: RawCategorical, model: ModelParts) -> None:
     """Raise ValueError if values of a feature may have ids beyond the table of feature `name`."""
     cardinality, _ = model.features[name]
     buckets, vocabulary = feature.buckets, feature.vocabulary

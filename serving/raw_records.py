@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
 from typing import Any, Self
 
 from configs.table_schema import (
@@ -144,14 +144,7 @@ class RawDescription(RawRows):
         return record_of(cls, raw, "raw values")
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(
-            self,
-            dict_factory=lambda pairs: {
-                name: value
-                for name, value in pairs
-                if name not in OPTIONAL or value != OPTIONAL[name]
-            },
-        )
+        return asdict(self, dict_factory=_written)
 
     @property
     def inputs(self) -> dict[str, int]:
@@ -169,3 +162,7 @@ class RawDescription(RawRows):
     def seconds(self) -> dict[str, str]:
         """Return the SQL of the moments of rows, by sequence."""
         return {of.name: of.moment for of in self.sequences}
+
+
+def _written(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in pairs if value != OPTIONAL.get(name, MISSING)}

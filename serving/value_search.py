@@ -148,9 +148,6 @@ def _texts(column: "pa.Array") -> "Iterator[pa.Array]":
         column = column.filter(pc.equal(pc.round(column), column)).cast(pa.int64(), safe=False)
     if pa.types.is_integer(column.type):
         column = column.cast(pa.string())
-    if (
-        pa.types.is_string(column.type)
-        or pa.types.is_large_string(column.type)
-        or pa.types.is_binary(column.type)
-    ):
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)
+    if any(is_kind(column.type) for is_kind in kinds):
         yield column.cast(pa.binary())

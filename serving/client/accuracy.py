@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from configs.serving_schema import AccuracyConfig
+from dataloading.dataset.source import read_with_keys
 from nn.metrics.ranking import roc_auc
 from serving.client.connection import Connection
-from serving.client.dataset_requests import read_rows, scores_of
+from serving.client.dataset_requests import scores_of
 from serving.client.target import open_target
 
 SMALLEST = 1e-7
@@ -42,7 +43,7 @@ async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
     async def send(connection: Connection) -> None:
         for first in ranges:
             last = min(first + config.batch_size, size)
-            columns = read_rows(target.source, config.split, first, last)
+            columns = read_with_keys(target.source, config.split, np.array([[first, last]]))
             request = target.encoder.encode(columns)
             started = time.perf_counter()
             reply = await connection.call(target.path, request.body, request.header_length)

@@ -5,9 +5,12 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from configs.serving_schema import LatencyConfig
+from dataloading.dataset.source import read_with_keys
 from serving.client.connection import ServerError
-from serving.client.dataset_requests import EncodedRequest, read_rows
+from serving.client.dataset_requests import EncodedRequest
 from serving.client.load import Body, closed_load, open_load
 from serving.client.results import HEAD, LoadResult, line
 from serving.client.server_time import server_time
@@ -64,11 +67,11 @@ def some_requests(target: Target, split: str, batch: int) -> list[EncodedRequest
     requests: list[EncodedRequest] = []
     used = 0
     for index in range(MOST_REQUESTS):
-        first = index * batch
-        if requests and (first + batch > available or used > MOST_BYTES):
+        first, last = index * batch, (index + 1) * batch
+        if requests and (last > available or used > MOST_BYTES):
             break
-        rows = read_rows(target.source, split, first, min(first + batch, available))
-        requests.append(target.encoder.encode(rows))
+        rows = np.array([[first, min(last, available)]])
+        requests.append(target.encoder.encode(read_with_keys(target.source, split, rows)))
         used += len(requests[-1].body)
     if requests[0].num_rows < batch:
         raise ValueError(f"batch_sizes: {batch:,} rows, and split {split} has {available:,}")

@@ -1,6 +1,7 @@
 """Time that a server itself takes per request, from its Prometheus metrics: the embedded server's, or Triton's."""
 
 import re
+from contextlib import closing
 from dataclasses import dataclass
 
 from serving.client.connection import Address, Connection, ServerError
@@ -26,14 +27,11 @@ class ServerTime:
 
 async def server_time(url: str, model: str, token: str | None) -> ServerTime | None:
     """Return the time of a server; None if it has no such metrics, or cannot be reached."""
-    address = Address.of(url, token)
-    connection = Connection(address)
     try:
-        reply = await connection.call("")
+        with closing(Connection(Address.of(url, token))) as connection:
+            reply = await connection.call("")
     except ServerError:
         return None
-    finally:
-        connection.close()
     found: dict[str, float] = {}
     for name, labels, value in SAMPLE.findall(reply.body.decode("utf-8", "replace")):
         if "model=" not in labels or f'model="{model}"' in labels:

@@ -1,10 +1,11 @@
 """The server and the dataset that a client evaluates, opened and compared with each other."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from configs.serving_schema import AccuracyConfig, LatencyConfig
+from configs.serving_schema import ClientConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
@@ -22,7 +23,7 @@ class Target:
     extensions: list[str]
 
 
-async def open_target(config: AccuracyConfig | LatencyConfig) -> Target:
+async def open_target(config: ClientConfig) -> Target:
     """Open a dataset, and ask a server for its model.
 
     Raises ValueError: one of them cannot be used, or they do not fit together.
@@ -36,12 +37,9 @@ async def open_target(config: AccuracyConfig | LatencyConfig) -> Target:
         raise ValueError(
             f"split={split}: {config.data_path} has no rows of it; its splits are {', '.join(spec.splits)}"
         )
-    connection = Connection(address)
     path = f"/v2/models/{quote(config.model, safe='')}"
-    try:
+    with closing(Connection(address)) as connection:
         server = await get_json(connection, "/v2")
         metadata = await get_json(connection, path)
-    finally:
-        connection.close()
     encoder = RequestEncoder(metadata, spec)
     return Target(address, f"{path}/infer", source, encoder, server.get("extensions", []))

@@ -158,9 +158,7 @@ def _apply(
     table = exact.declared
     change = delta.tables.get(table.name)
     if change is None or change.rows < rows or change.columns != table.columns:
-        got = (
-            "no such table" if change is None else f"{change.rows:,} rows, {change.columns} columns"
-        )
+        got = f"{change.rows:,} rows, {change.columns} columns" if change else "no such table"
         raise ValueError(
             f"deltas: {delta.path}: table {table.name} of the model has {rows:,} rows, {table.columns} columns, and the delta "
             f"{got}; name deltas of the same model"

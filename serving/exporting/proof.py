@@ -83,19 +83,12 @@ def looked_up_rows(
     tables: "Sequence[EmbeddingBagConfig]", batches: Sequence[Batch]
 ) -> dict[str, np.ndarray]:
     """Return the numbers of the rows that batches look up by table, ascending, int64; at least one."""
-    return {
-        table.name: np.unique(
-            np.concatenate(
-                [np.zeros(1, np.int64)]
-                + [
-                    batch.feature(feature).values().numpy().astype(np.int64)
-                    for batch in batches
-                    for feature in table.feature_names
-                ]
-            )
-        )
-        for table in tables
-    }
+    found = {}
+    for table in tables:
+        features = [batch.feature(name) for batch in batches for name in table.feature_names]
+        ids = [feature.values().numpy().astype(np.int64) for feature in features]
+        found[table.name] = np.unique(np.concatenate([np.zeros(1, np.int64), *ids]))
+    return found
 
 
 class TrainingPath(RankingModel):

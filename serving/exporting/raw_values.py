@@ -63,11 +63,12 @@ def write_raw_values(
             f"the model {problem}; name the one that was fitted for it instead of fitted={fitted}"
         )
     (directory / VOCABULARY).mkdir()
-    vocabularies = {
-        feature.name: _write(directory, state, feature.name)
-        for feature in table.categorical
-        if not (feature.is_hashed or feature.vocabulary_of)
-    }
+    vocabularies = {}
+    for feature in table.categorical:
+        if not (feature.is_hashed or feature.vocabulary_of):
+            file = f"{VOCABULARY}/{quote(feature.name, safe='')}.bin"
+            size = write_vocabulary(directory / file, _values(state, feature.name))
+            vocabularies[feature.name] = file, size
     inputs = _Inputs(state, table, vocabularies)
     numerical = [_numerical(feature, inputs) for feature in table.numerical]
     categorical = [_categorical(feature, inputs) for feature in table.categorical]
@@ -111,9 +112,6 @@ class _Inputs:
         self.features = {feature.name: feature for feature in table.categorical}
         self.columns: dict[str, int] = {}
         self._types: dict[str, str] = {}  # of those of expressions
-
-    def of_events(self) -> "_Inputs":
-        return _Inputs(self.state, self.table, self.vocabularies)
 
     def add(self, name: str, dimensions: int = 1) -> None:
         if self.columns.setdefault(name, dimensions) != dimensions:
@@ -203,7 +201,7 @@ def _sequence(log: EventLog, inputs: _Inputs) -> RawSequence:
             f"the events {shown(log.name)} are of source {shown(log.source)}, and a server takes raw values of those that are "
             "rows; leave fitted out, and send ids and numbers"
         )
-    events = inputs.of_events()
+    events = _Inputs(inputs.state, inputs.table, inputs.vocabularies)
     features = [_categorical(inputs.features[name], events) for name in log.of]
     numbers = [
         RawNumber(name=name, **events.values(number), transforms=[], fitted=[])
@@ -274,11 +272,6 @@ def _column_of(feature: Numerical | Categorical | RowNumber) -> str | None:
     if not COLUMN.fullmatch(sql):
         return None
     return sql[1:-1].replace('""', '"') if sql[:1] == '"' else sql
-
-
-def _write(directory: Path, state: FittedState, feature: str) -> tuple[str, int]:
-    file = f"{VOCABULARY}/{quote(feature, safe='')}.bin"
-    return file, write_vocabulary(directory / file, _values(state, feature))
 
 
 def _values(state: FittedState, feature: str) -> Iterator[list[str | None]]:

@@ -143,10 +143,8 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
         export_onnx(directory, exported, len(spec.numerical), columns)
     if options.aoti is not None:
         export_aoti(directory, exported, len(spec.numerical), columns, options.aoti)
-    files = {
-        table: write_key_rows(directory, table, keys)
-        for table, keys in (maps.keys_of_rows() if maps is not None else {}).items()
-    }
+    keys_of_rows = {} if maps is None else maps.keys_of_rows()
+    files = {table: write_key_rows(directory, table, keys) for table, keys in keys_of_rows.items()}
     keys = {f.name: files[f.table or f.name] for f in spec.categorical if f.is_dynamic}
     raw = None
     if options.fitted is not None:

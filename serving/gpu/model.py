@@ -66,10 +66,6 @@ class GpuModel:
         _models.add(self)
         self._sizes = padded_sizes(max_batch)
         self._scores = self._host((max_batch, len(manifest.outputs)), torch.float32)
-        self._ragged_capacity = 0
-        # By padded size: where its inputs lie, and what queues its pass and returns scores [P, O], which the next overwrites.
-        self._passes: dict[int, tuple[InputLayout, Callable[[], Tensor]]] = {}
-        self._pinned = self._block = torch.empty(0, dtype=torch.int32)
         self._make_room(RAGGED_IDS_PER_ROW * self._sizes[-1] if manifest.ragged else 0)
 
     @classmethod
@@ -122,7 +118,7 @@ class GpuModel:
             return torch.cat([self.scores(block) for block in blocks])
         needed = sum(len(ids.values) for part in parts for ids in part.ragged.values())
         if needed > self._ragged_capacity:
-            self._grow(2 * needed)
+            self._make_room(2 * needed)
         with torch.inference_mode():
             padded = next(size for size in self._sizes if size >= count)
             layout, queue = self._passes[padded]
@@ -135,40 +131,33 @@ class GpuModel:
             self._row_cache.learn(parts)
             return scores.clone()
 
-    def _grow(self, ragged_ids: int) -> None:
-        """Make room for more ids of ragged features; if memory does not suffice, keep what there is.
+    def _make_room(self, ragged_ids: int) -> None:
+        """Allocate the block of inputs for so many ids of ragged features, and capture the graphs that read it.
 
         Raises OutOfMemoryError: the GPU has too little memory; smaller requests are answered as before.
         """
-        kept = self._ragged_capacity, self._passes, self._pinned, self._block
-        try:
-            self._make_room(ragged_ids)
-        except torch.OutOfMemoryError:
-            self._ragged_capacity, self._passes, self._pinned, self._block = kept
-            raise
-
-    def _make_room(self, ragged_ids: int) -> None:
-        """Allocate the block of inputs, and capture the graphs that read it."""
-        self._ragged_capacity = ragged_ids
         size = InputLayout.of(self.manifest, self._sizes[-1]).first_value + ragged_ids
-        self._passes = {}
-        self._pinned = self._host((size,), torch.int32).zero_()
-        self._block = torch.zeros(size, dtype=torch.int32, device=self._device)
+        pinned = self._host((size,), torch.int32)
+        block = torch.zeros(size, dtype=torch.int32, device=self._device)
+        # By padded size: where its inputs lie, and what queues its pass and returns scores [P, O], which the next overwrites.
+        passes: dict[int, tuple[InputLayout, Callable[[], Tensor]]] = {}
         # The largest first: the others find their memory in its pool.
         first: CudaGraph | None = None
         for padded in reversed(self._sizes):
             layout = InputLayout.of(self.manifest, padded)
-            queue = self._function(layout)
+            queue = self._function(layout, block)
             if self._stream is not None:
                 with torch.inference_mode():
                     graph = CudaGraph(queue, stream=self._stream, beside=first)
                 first, queue = first or graph, graph.replay
-            self._passes[padded] = layout, queue
+            passes[padded] = layout, queue
+        self._ragged_capacity, self._passes = ragged_ids, passes
+        self._pinned, self._block = pinned, block
 
-    def _function(self, layout: InputLayout) -> Callable[[], Tensor]:
+    def _function(self, layout: InputLayout, block: Tensor) -> Callable[[], Tensor]:
         look_up = ServedLookup(self.manifest, self._tables, layout)
-        num_columns, dtype, head = self.manifest.num_columns, self._dtype, self._head
-        block, dense = self._block, self._dense
+        num_columns, dtype = self.manifest.num_columns, self._dtype
+        dense, head = self._dense, self._head
 
         def scores() -> Tensor:
             out = torch.empty(layout.num_rows, num_columns, dtype=dtype, device=block.device)

@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from http import HTTPStatus
 from types import NoneType
@@ -106,18 +106,14 @@ def read_inputs(described: "Described", body: bytes | memoryview) -> InferReques
         inputs[entry.name] = Tensor(entry.name, entry.datatype, entry.shape, values)
     if rest:
         refuse(f"{len(rest):,} bytes follow the last binary tensor")
-    return InferRequest(
-        inputs, described.num_rows, described.id, described.outputs, described.is_binary
-    )
+    return replace(described.request, inputs=inputs)
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    datatype: str  # a key of `DTYPES`, or `TEXT`
-    shape: tuple[int, ...]
-    size: int | None  # bytes of its binary data; None if its values are in the JSON
-    data: Any  # the values in the JSON
+class _Entry(Tensor):
+    """An input whose `values` are those in the JSON."""
+
+    size: int | None  # bytes of its binary data; None without any
 
     @property
     def where(self) -> str:
@@ -126,14 +122,11 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A request as its JSON describes it; other fields as those of `InferRequest`."""
+    """A request as its JSON describes it."""
 
     entries: tuple[_Entry, ...]
     length: int  # bytes of the JSON
-    num_rows: int
-    id: str | None
-    outputs: Mapping[str, bool]
-    is_binary: bool
+    request: InferRequest  # without inputs
 
     @property
     def object_bytes(self) -> int:
@@ -170,7 +163,8 @@ def _describe(text: bytes) -> Described:
         refuse("want a text as id")
     is_binary = bool(parameters.get("binary_data_output"))
     outputs = _outputs(document.get("outputs"), is_binary)
-    return Described(entries, len(text), rows.pop(), identity, outputs, is_binary)
+    request = InferRequest({}, rows.pop(), identity, outputs, is_binary)
+    return Described(entries, len(text), request)
 
 
 _remembered = lru_cache(REMEMBERED)(_describe)
@@ -203,7 +197,7 @@ def _entry(entry: Mapping[str, Any]) -> _Entry:
     size = parameters.get("binary_data_size")
     if size is not None and (type(size) is not int or size < 0):
         refuse(f"{where} has binary_data_size {shown(size)}; want a number of bytes")
-    return _Entry(name, datatype, tuple(shape), size, entry.get("data"))
+    return _Entry(name, datatype, tuple(shape), entry.get("data"), size)
 
 
 def _from_bytes(entry: _Entry, size: int, rest: memoryview, room: int) -> tuple[Any, memoryview]:
@@ -232,7 +226,7 @@ def _from_bytes(entry: _Entry, size: int, rest: memoryview, room: int) -> tuple[
 
 
 def _from_json(entry: _Entry) -> Any:
-    where, datatype, shape, data = entry.where, entry.datatype, list(entry.shape), entry.data
+    where, datatype, shape, data = entry.where, entry.datatype, list(entry.shape), entry.values
     if not isinstance(data, list):
         refuse(f"{where} has no list as data")
     lengths = None

@@ -242,9 +242,7 @@ def _columns(
             columns = iter(zip(*rows, strict=True))
             for feature in manifest.fixed:
                 parts = [next(columns) for _ in range(feature.hotness or 0)]
-                yield (
-                    feature.name,
-                    parts[0] if feature.hotness == 1 else [*zip(*parts, strict=True)],
-                )
+                is_single = feature.hotness == 1
+                yield feature.name, parts[0] if is_single else [*zip(*parts, strict=True)]
         else:
             yield name, [[number for number in row if number != PADDING] for row in rows]

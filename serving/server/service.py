@@ -228,7 +228,7 @@ class Service:
         size = json_length(request.body, request.headers)
         if size <= SMALL_BYTES:
             described = describe_infer(request.body, request.headers)
-            self._batcher.check(described.num_rows)
+            self._batcher.check(described.request.num_rows)
             size = described.object_bytes
         if size <= SMALL_BYTES:
             return self._parsed(request, version, described)
@@ -247,7 +247,7 @@ class Service:
         if described is None:
             described = describe_infer(request.body, request.headers)
             # Before its values are looked at.
-            self._batcher.check(described.num_rows)
+            self._batcher.check(described.request.num_rows)
         parsed = read_inputs(described, request.body)
         is_raw, read = self._reader(parsed, version)
         if self._request_log is None or not self._request_log.is_chosen():
@@ -333,6 +333,7 @@ def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:
         inputs = raw_inputs["raw"]
         # Without other features a ragged one has the name of its column, and cannot be sent as ids.
         features = features if takes_ids(manifest, {entry["name"] for entry in features}) else []
+    sequences = {"sequences": [*map(asdict, manifest.sequences)]} if manifest.sequences else {}
     return {
         "name": manifest.name,
         "versions": list(serving),
@@ -351,11 +352,7 @@ def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:
             "ids": [
                 feature.name for feature in manifest.fixed for _ in range(feature.hotness or 0)
             ],
-            **(
-                {"sequences": [asdict(of) for of in manifest.sequences]}
-                if manifest.sequences
-                else {}
-            ),
+            **sequences,
             **raw_inputs,
         },
     }

@@ -18,7 +18,7 @@ from typing import Any
 
 from configs.messages import shown
 from configs.serving_schema import DenseFormat, Device, Layout, TritonConfig, require_model_name
-from dataloading.dataset.durable_files import new_output, require_absent, write_synced
+from dataloading.dataset.durable_files import new_output, write_synced
 from serving.manifest import DENSE, MANIFEST, Manifest
 from serving.triton.onnx_scores import write_onnx_scores
 from serving.triton.text_proto import Word, entries, text_proto
@@ -40,9 +40,7 @@ def write_repository(config: TritonConfig) -> list[str]:
     assert config.model is not None, "checked by the options"
     assert config.output is not None, "likewise"
     directory, output = Path(config.model), Path(config.output)
-    require_absent(output)
     manifest = Manifest.read(directory)
-    manifest.verify(directory)
     name = config.name or manifest.name
     require_model_name(name)
     if manifest.handed_out and (config.layout is Layout.ensemble or config.device is Device.cuda):
@@ -51,6 +49,7 @@ def write_repository(config: TritonConfig) -> list[str]:
             "layout=monolithic device=cpu"
         )
     with new_output(output) as unfinished:
+        manifest.verify(directory)
         if config.layout is Layout.monolithic:
             return [_write_monolithic(unfinished, directory, manifest, config, name)]
         return _write_ensemble(unfinished, directory, manifest, config, name)

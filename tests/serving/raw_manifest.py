@@ -5,7 +5,7 @@ from pathlib import Path
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from serving.manifest import Feature, Manifest, Output, describe_files
-from serving.raw_description import check_raw
+from serving.raw_description import ModelParts, check_raw
 from serving.raw_records import RawDescription
 
 
@@ -32,5 +32,5 @@ def raw_manifest(spec: FeatureSpec, description: dict, directory: Path, output: 
     )
     features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
     raw = RawDescription.of(manifest.raw)
-    check_raw(raw, manifest.numerical, features, manifest.keys, manifest.files)
+    check_raw(raw, manifest.numerical, ModelParts(features, manifest.keys, manifest.files, {}))
     return manifest

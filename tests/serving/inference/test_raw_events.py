@@ -15,7 +15,7 @@ from preproc.raw_tables import RawTables
 from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues
 from serving.inference.requests import InputError
-from serving.raw_description import check_raw
+from serving.raw_description import ModelParts, check_raw
 from serving.raw_records import RawDescription
 from tests.helpers.preproc_command import preproc
 from tests.serving.raw_manifest import raw_manifest
@@ -210,7 +210,7 @@ def test_a_description_of_events_that_anybody_may_have_written_is_checked(change
     groups = {
         "seen": ["seen_item", "seen_place", "seen_kind", "seen_price", "seen_bought", "seen_time"]
     }
-    parts = ([], features, manifest.keys, manifest.files, groups)
+    parts = ([], ModelParts(features, manifest.keys, manifest.files, groups))
     check_raw(RawDescription.of(manifest.raw), *parts)
     with pytest.raises((ValueError, LookupError), match=re.escape(message)):
         check_raw(RawDescription.of(description), *parts)

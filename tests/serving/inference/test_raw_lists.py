@@ -13,7 +13,7 @@ from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues
 from serving.inference.requests import InputError
 from serving.manifest import Sequence
-from serving.raw_description import check_raw
+from serving.raw_description import ModelParts, check_raw
 from serving.raw_records import RawDescription
 from tests.preproc.table.test_event_lists import described, random_rows, write
 from tests.preproc.table.test_pipeline import build
@@ -122,7 +122,7 @@ def test_a_description_that_anybody_may_have_written_is_checked(tmp_path, change
     manifest = raw._manifest
     features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
     groups = {"past": ["items", "shops", "prices"]}
-    parts = ([], features, manifest.keys, manifest.files, groups)
+    parts = ([], ModelParts(features, manifest.keys, manifest.files, groups))
     check_raw(RawDescription.of(manifest.raw), *parts)
     description = json.loads(json.dumps(manifest.raw))
     description["lists"][0] |= change
