@@ -7,6 +7,7 @@ all gets a status and one line, or is closed after a time-out.
 
 import asyncio
 import hmac
+import json
 import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -56,6 +57,11 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.is_last, self.headers = status, is_last, headers or {}
 
+    def response(self) -> "Response":
+        """Return the response of the refusal: `{"error": line}`."""
+        body = json.dumps({"error": str(self)}).encode()
+        return Response(self.status, body, headers=self.headers)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -102,7 +108,6 @@ class HttpLimits:
 
 
 Handler = Callable[[Request], Awaitable[Response]]
-Refusal = Callable[[RequestError], Response]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -160,13 +165,18 @@ class HttpServer:
 class App:
     """The ASGI application: a handler behind the limits of a request.
 
-    `refuse` answers its `RequestError`; any other error is logged and answered with 500.
+    An error of the handler that is no `RequestError` is logged and answered with 500. `count`: called with the status of every
+    response.
     """
 
     def __init__(
-        self, handler: Handler, refuse: Refusal, limits: HttpLimits, log: Callable[[str], None]
+        self,
+        handler: Handler,
+        limits: HttpLimits,
+        count: Callable[[int], None],
+        log: Callable[[str], None],
     ) -> None:
-        self.refuse, self.limits = refuse, limits
+        self.limits, self.count = limits, count
         self._handler, self._log = handler, log
         self.body_bytes = 0
         # Of all connections: what is read is parsed before the next read.
@@ -180,13 +190,13 @@ class App:
                 response = await self._handler(await self._request(scope, body))
             except RequestError as error:
                 is_last = error.is_last
-                response = self.refuse(error)
+                response = error.response()
             except _GoneError:
                 return
             except Exception as error:  # a fault of this program, which must not end the server
                 self._log(on_one_line(f"error while a request was answered: {error!r}"))
                 failure = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error")
-                response = self.refuse(failure)
+                response = failure.response()
             with suppress(TimeoutError):
                 await self._answer(response, send, body, is_last=is_last)
         finally:
@@ -195,7 +205,7 @@ class App:
     async def refuse_connection(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, TOO_MANY, is_last=True)
         with suppress(TimeoutError):
-            await self._answer(self.refuse(error), send, _Body(self, receive), is_last=True)
+            await self._answer(error.response(), send, _Body(self, receive), is_last=True)
 
     async def _request(self, scope: dict[str, Any], body: "_Body") -> Request:
         headers: dict[str, str] = {}
@@ -283,6 +293,7 @@ class App:
 
         A connection that is closed while bytes of its client are unread takes the last answer back.
         """
+        self.count(response.status.value)
         head = response.head(is_last=is_last)
         async with asyncio.timeout(self.limits.timeout_s):
             await send(
@@ -425,7 +436,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _refuse(self, status: HTTPStatus, message: str, linger_s: float = LINGER_S) -> None:
         """Answer what is no request, and close when the client has had time to read why."""
-        response = self._limited.refuse(RequestError(status, message, is_last=True))
+        self._limited.count(status.value)
+        response = RequestError(status, message).response()
         lines = [name + b": " + value for name, value in response.head(is_last=True)]
         first = f"HTTP/1.1 {status.value} {status.phrase}".encode()
         self.transport.write(b"\r\n".join([first, *lines, b"", response.body]))

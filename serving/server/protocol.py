@@ -370,9 +370,3 @@ _remembered_head = lru_cache(REMEMBERED)(_response_head)
 
 def json_response(document: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
     return Response(status, json.dumps(document).encode())
-
-
-def error_response(error: RequestError) -> Response:
-    """Return the response of a refused request: `{"error": line}`."""
-    body = json.dumps({"error": str(error)}).encode()
-    return Response(error.status, body, headers=error.headers)

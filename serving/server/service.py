@@ -25,7 +25,6 @@ from serving.server.protocol import (
     Described,
     InferRequest,
     describe_infer,
-    error_response,
     infer_response,
     json_length,
     json_response,
@@ -66,7 +65,7 @@ class Service:
         self._large = Lane("reader of large requests", batch_limits.deadline_s, SWITCH_S)
         self._threads = (self._small, self._large, self._batcher)
         self._loader = ThreadPoolExecutor(1, "loader")
-        self._http = HttpServer(App(self._answer, self._refuse, http_limits, log))
+        self._http = HttpServer(App(self._answer, http_limits, self._metrics.response, log))
         self._is_ready = False
 
     @property
@@ -117,17 +116,8 @@ class Service:
                     except ValueError as error:
                         self._log(f"{error}; until then they reach the first one")
 
-    def _refuse(self, error: RequestError) -> Response:
-        self._metrics.response(error.status.value)
-        return error_response(error)
-
     async def _answer(self, request: Request) -> Response:
         """Return the response of a request. Raises RequestError: it is refused."""
-        response = await self._route(request)
-        self._metrics.response(response.status.value)
-        return response
-
-    async def _route(self, request: Request) -> Response:
         parts = request.path.strip("/").split("/")
         match parts:
             case ["metrics"]:
@@ -176,8 +166,7 @@ class Service:
         match rest:
             case []:
                 self._want(request, "GET")
-                serving = [of.name for of in versions.serving]
-                return json_response(_metadata(version, serving))
+                return json_response(_metadata(version, [of.name for of in versions.serving]))
             case ["ready"]:
                 self._want(request, "GET")
                 return json_response({"ready": True})
@@ -324,7 +313,7 @@ def _refusing(read: Callable[..., Rows], *args: Any) -> Rows:
     raise RequestError(HTTPStatus.BAD_REQUEST, message)
 
 
-def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:
+def _metadata(version: Version, serving: list[str]) -> dict[str, Any]:
     manifest, raw = version.model.manifest, version.model.raw
     inputs = features = manifest.inputs
     # A client fills all inputs that are listed, so they are of one kind: raw values, if the model takes them.
@@ -336,7 +325,7 @@ def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:
     sequences = {"sequences": [*map(asdict, manifest.sequences)]} if manifest.sequences else {}
     return {
         "name": manifest.name,
-        "versions": list(serving),
+        "versions": serving,
         "platform": "pytorch_export",
         "inputs": inputs,
         "outputs": [
