@@ -8,7 +8,8 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from configs.messages import printable, shortened, shown
 from configs.options import is_file_name, is_import_path, require
@@ -39,7 +40,7 @@ MOST_NAME_BYTES = 200
 # Fields of text, lists of texts and flags are checked by their types; these say what else a value may be.
 
 
-def one_of(default: str | None, *choices: str) -> Any:
+def one_of(default: Any, *choices: str) -> Any:
     return field(default=default, metadata={"choices": choices})
 
 
@@ -807,12 +808,17 @@ def _list_of(kind: type, content: Any, where: str) -> list[Any]:
 
 
 def record_of(kind: type, content: Any, where: str) -> Any:
-    """Return a record of the values that a mapping has; null is the default. Raises ValueError: a value is of another kind."""
+    """Return a record of the values that a mapping has; null is the default, or a value where there is no other.
+
+    Raises ValueError: a value is missing, or of another kind.
+    """
     if isinstance(content, str) and kind in (Numerical, Categorical, Label, RowNumber):
         content = {"name": content}
     content = _mapping(content, where, kind)
     needed = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
-    absent = [key for key in needed if content.get(key) is None]
+    nullable = {f.name for f in fields(kind) if f.name in needed and NoneType in get_args(f.type)}
+    given = {key for key, value in content.items() if value is not None or key in nullable}
+    absent = [key for key in needed if key not in given]
     require(not absent, f"{where}: got no {', '.join(absent)}; want at least {', '.join(needed)}")
     name = content.get("name")
     start = f"{where}." if name is None else f"{where.partition('[')[0]}: {shown(name)}: "
@@ -820,7 +826,7 @@ def record_of(kind: type, content: Any, where: str) -> Any:
         **{
             declared.name: _checked(declared, content[declared.name], f"{start}{declared.name}")
             for declared in fields(kind)
-            if content.get(declared.name) is not None
+            if declared.name in given
         }
     )
 
@@ -828,6 +834,8 @@ def record_of(kind: type, content: Any, where: str) -> Any:
 def _checked(declared: Field[Any], value: Any, where: str) -> Any:
     """Return the value of a field, with records in the place of their descriptions."""
     rule = declared.metadata
+    if value is None:
+        return None
     if "of" in rule:
         return _list_of(rule["of"], value, where)
     if "record" in rule:
@@ -850,4 +858,6 @@ def _checked(declared: Field[Any], value: Any, where: str) -> Any:
             _check_text(where, text)
     elif declared.type == list[Any]:
         _check_list(where, value)
+    elif get_origin(declared.type) is dict:
+        require(isinstance(value, Mapping), f"{where}: got {shown(value)}, want a mapping")
     return value

@@ -19,7 +19,7 @@ import math
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -27,7 +27,7 @@ from urllib.parse import quote
 import numpy as np
 
 from configs.messages import shortened, shown
-from configs.table_schema import MOST_HOTNESS, is_number
+from configs.table_schema import MOST_HOTNESS, is_number, one_of, record_of, records, whole
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from serving.raw_description import ModelParts, check_raw
@@ -72,8 +72,8 @@ class Feature:
     """A categorical feature: its ids are row numbers below `cardinality`; `hotness` per row, None if rows differ."""
 
     name: str
-    cardinality: int
-    hotness: int | None
+    cardinality: int = whole(1, 2**48 - 1)
+    hotness: int | None = whole(1, MOST_HOTNESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,10 @@ class Table:
     """An embedding table and the features that are looked up in it, in the order of the embeddings."""
 
     name: str
-    rows: int
-    columns: int
-    pooling: str
-    features: list[str]
+    rows: int = whole(1, 2**48 - 1)
+    columns: int = whole(1, 2**48 - 1)
+    pooling: str = one_of(MISSING, "sum", "mean", "none")
+    features: list[str]  # type: ignore[misc]  # mypy takes what is before for a default
 
     @property
     def file(self) -> str:
@@ -144,13 +144,13 @@ class KeyFile:
     """File of the rows of raw keys (`serving.inference.key_rows`), and the number of keys."""
 
     name: str
-    count: int
+    count: int = whole(0, 2**48 - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    bytes: int
-    sha256: str
+    bytes: int = whole(0, 2**63 - 1)
+    sha256: str  # type: ignore[misc]  # likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,12 +168,12 @@ class Manifest:
     name: str
     model: str
     numerical: list[str]
-    categorical: list[Feature]
+    categorical: list[Feature] = records(Feature)
     keep_rate: str | None
-    outputs: list[Output]
-    dtype: str
-    tables: list[Table]
-    sequences: list[Sequence] = field(default_factory=list)
+    outputs: list[Output] = records(Output)
+    dtype: str = one_of(MISSING, *TABLE_BITS)
+    tables: list[Table] = records(Table)
+    sequences: list[Sequence] = records(Sequence)
     keys: dict[str, KeyFile] = field(default_factory=dict)
     raw: dict[str, Any] | None = None
     source: dict[str, Any] = field(default_factory=dict)
@@ -312,15 +312,12 @@ class Manifest:
             raise ValueError(f"format {document['format']}, and this version reads {FORMAT}")
         known = {declared.name for declared in fields(cls)}
         values = {name: value for name, value in document.items() if name in known}
-        values["categorical"] = [Feature(**feature) for feature in document["categorical"]]
-        values["tables"] = [Table(**table) for table in document["tables"]]
-        values["sequences"] = [Sequence(**group) for group in document.get("sequences", [])]
-        values["outputs"] = [Output(**output) for output in document["outputs"]]
-        keys: Mapping[str, Any] = document.get("keys") or {}
-        values["keys"] = {name: KeyFile(**file) for name, file in keys.items()}
-        files: Mapping[str, Any] = document["files"]
-        values["files"] = {name: FileState(**state) for name, state in files.items()}
-        return cls(**values)
+        for part, kind in (("keys", KeyFile), ("files", FileState)):
+            of = values.get(part) or {}
+            values[part] = {
+                n: record_of(kind, file, f"{part}: {shown(n)}") for n, file in of.items()
+            }
+        return record_of(cls, values, "manifest")
 
     def check_sizes(self, directory: Path) -> None:
         """Compare the size of every file, which tells whether the directory is complete.
@@ -406,31 +403,18 @@ def _check(directory: Path, manifest: Manifest) -> None:
             raise ValueError("want features of different names, and outputs")
     if not names or not outputs:
         raise ValueError("want at least one feature and one output")
-    if manifest.raw is not None and not isinstance(manifest.raw, dict):
-        raise ValueError(f"raw is {shown(manifest.raw)}, want an object or null")
-    if not isinstance(manifest.source, dict) or not isinstance(manifest.proof, dict):
-        raise ValueError("source and proof must be objects")
     if not isinstance(manifest.source.get(VOCABULARIES) or {}, dict):
         raise ValueError(f"{VOCABULARIES} of the source must be an object")
     if not _are_finite(manifest.proof):
         raise ValueError("the proof has a number that is not finite")
-    rows = {}
-    for feature in manifest.categorical:
-        _count(feature.cardinality)
-        if feature.hotness is not None:
-            _count(feature.hotness, MOST_HOTNESS)
-        rows[feature.name] = feature.cardinality
+    rows = {feature.name: feature.cardinality for feature in manifest.categorical}
     for output in manifest.outputs:
-        if type(output.is_binary) is not bool or not is_number(output.shift):
+        if not is_number(output.shift):
             raise ValueError(f"output {shown(output.name)} is malformed")
-    if manifest.dtype not in TABLE_BITS:
-        raise ValueError(
-            f"tables of dtype {shown(manifest.dtype)}, want one of {', '.join(TABLE_BITS)}"
-        )
-    for name, state in manifest.files.items():
-        _check_file(directory, name, state)
+    for name in manifest.files:
+        _check_file(directory, name)
     for name, file in manifest.keys.items():
-        if name not in rows or type(file.count) is not int or file.count < 0:
+        if name not in rows:
             raise ValueError(f"the keys of {shown(name)} are malformed")
         if manifest.files[file.name].bytes != file.count * KEY_BYTES:
             raise ValueError(f"{file.name} has not the size of {file.count} keys")
@@ -457,10 +441,6 @@ def _check(directory: Path, manifest: Manifest) -> None:
 
 def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> None:
     _texts([table.name, *table.features])
-    _count(table.rows)
-    _count(table.columns)
-    if table.pooling not in ("sum", "mean", "none"):
-        raise ValueError(f"table {shown(table.name)} has pooling {shown(table.pooling)}")
     for feature in table.features:
         if rows[feature] > table.rows:
             raise ValueError(
@@ -474,25 +454,17 @@ def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> N
             raise ValueError(f"{name} has {manifest.files[name].bytes} bytes, want {size}")
 
 
-def _check_file(directory: Path, name: str, state: FileState) -> None:
+def _check_file(directory: Path, name: str) -> None:
     parts = name.split("/")
     if len(parts) > 2 or any(part in ("", ".", "..") or "\0" in part for part in parts):
         raise ValueError(f"got file {shown(name)}, want a name in the directory or in one folder")
     if not resolved(directory / name).is_relative_to(resolved(directory)):
         raise ValueError(f"file {shown(name)} is a link that leads out of {directory}")
-    if type(state.bytes) is not int or state.bytes < 0 or not isinstance(state.sha256, str):
-        raise ValueError(f"file {shown(name)} has no size and SHA-256")
 
 
-def _texts(values: list[Any]) -> None:
-    for value in values:
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"got {shown(value)}, want a name")
-
-
-def _count(value: Any, most: int = 2**48 - 1) -> None:
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"got {shown(value)}, want a positive number of at most {most:,}")
+def _texts(values: list[str]) -> None:
+    if not all(values):
+        raise ValueError("got '', want a name")
 
 
 def _are_finite(value: Any) -> bool:

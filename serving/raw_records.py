@@ -39,7 +39,7 @@ class RawFeature:
     """A feature or a number of events: the values of a column, or of an expression."""
 
     name: str
-    column: str | None = None  # None of an expression or a cross
+    column: str | None  # None of an expression or a cross
     expression: str = ""
 
     @property
@@ -57,7 +57,7 @@ class RawNumber(RawFeature):
 class RawCategorical(RawFeature):
     """A categorical feature, whose ids are of a vocabulary, of buckets, or rows of raw keys."""
 
-    cross: list[str] = field(default_factory=list)  # columns
+    cross: list[str]  # columns
     separator: str = ""
     list: bool
     # Models of 0.1.0 have neither of these two.

@@ -145,7 +145,7 @@ class _Inputs:
         if is_list:
             raise ValueError(unserved(feature.name, expression, "a list"))
         self.add_sql(feature.name, expression)
-        return {"expression": expression}
+        return {"column": None, "expression": expression}
 
     def facts(
         self, categorical: Sequence[RawCategorical], history: Sequence[RawHistory]
@@ -240,7 +240,7 @@ def _categorical(feature: Categorical, inputs: _Inputs) -> RawCategorical:
         inputs.add(name)
     return RawCategorical(
         name=feature.name,
-        **({} if feature.cross else inputs.values(feature)),
+        **({"column": None} if feature.cross else inputs.values(feature)),
         cross=feature.cross,
         separator=feature.separator,
         list=feature.list,
