@@ -328,7 +328,7 @@ class Manifest:
             try:
                 size = (directory / name).stat().st_size
             except OSError as error:
-                raise _unreadable(directory / name, error) from None
+                raise ModelError(f"{directory / name} cannot be read ({error.strerror})") from None
             if size != wanted.bytes:
                 raise _damaged(directory / name, f"{size:,} bytes instead of {wanted.bytes:,}")
 
@@ -347,7 +347,7 @@ class Manifest:
             try:
                 got, is_finite = _read_file(directory / name, kinds.get(name))
             except OSError as error:
-                raise _unreadable(directory / name, error) from None
+                raise ModelError(f"{directory / name} cannot be read ({error.strerror})") from None
             if got != self.files[name]:
                 raise _damaged(directory / name, "its SHA-256 differs")
             if not is_finite:
@@ -370,10 +370,6 @@ def _all_finite(block: bytes, dtype: str | None) -> bool:
         # Infinities and NaN have all bits of the exponent.
         return not (np.frombuffer(block, "<u2", len(block) // 2) & 0x7F80 == 0x7F80).any()
     return True
-
-
-def _unreadable(path: Path, error: OSError) -> ModelError:
-    return ModelError(f"{path} cannot be read ({error.strerror})")
 
 
 def _damaged(path: Path, state: str) -> ModelError:

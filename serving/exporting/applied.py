@@ -214,12 +214,8 @@ def _apply_keys(
     files = {}
     for file in dict.fromkeys(manifest.keys.values()):
         table = unquote(Path(file.name).stem)
-        [*_, num_rows] = (
-            feature.cardinality
-            for feature in manifest.categorical
-            if manifest.keys.get(feature.name) == file
-        )
-        check_key_rows(table, num_rows, chain)
+        sizes = [f.cardinality for f in manifest.categorical if manifest.keys.get(f.name) == file]
+        check_key_rows(table, sizes[-1], chain)
         num_rows = chain[-1].keys[table].rows
         keys = KeyRows(base / file.name, file.count, num_rows).by_row(num_rows)
         for delta in chain:

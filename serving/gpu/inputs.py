@@ -1,7 +1,6 @@
 """Inputs of a batch as one block of int32: one copy to the device, at the same address for every batch of a size."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,29 +11,18 @@ from serving.manifest import Manifest
 # P: rows of a padded batch, N: numerical features, H: ids of a row in all features of fixed hotness
 
 
-@dataclass(frozen=True, slots=True)
 class InputLayout:
     """Positions in the block of a padded batch.
 
     They are, one after another: numerical [P, N], ids [P, H], keep rates [P], starts [P + 1] of each ragged feature, counted
-    from the first of the ids of all ragged features, and those.
+    from the first of the ids of all ragged features, and those. P is `num_rows`.
     """
 
-    num_rows: int  # P
-    num_numerical: int  # N
-    num_ids: int  # H
-    has_keep_rates: bool  # whether rows may have one
-    ragged: tuple[str, ...]  # names of the ragged features
-
-    @classmethod
-    def of(cls, manifest: Manifest, num_rows: int) -> "InputLayout":
-        return cls(
-            num_rows,
-            len(manifest.numerical),
-            manifest.id_columns,
-            manifest.keep_rate is not None,
-            tuple(feature.name for feature in manifest.ragged),
-        )
+    def __init__(self, manifest: Manifest, num_rows: int) -> None:
+        self.num_rows, self.num_ids = num_rows, manifest.id_columns
+        self.num_numerical = len(manifest.numerical)
+        self.has_keep_rates = manifest.keep_rate is not None
+        self.ragged = [feature.name for feature in manifest.ragged]
 
     @property
     def first_id(self) -> int:

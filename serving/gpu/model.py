@@ -136,7 +136,7 @@ class GpuModel:
 
         Raises OutOfMemoryError: the GPU has too little memory; smaller requests are answered as before.
         """
-        size = InputLayout.of(self.manifest, self._sizes[-1]).first_value + ragged_ids
+        size = InputLayout(self.manifest, self._sizes[-1]).first_value + ragged_ids
         pinned = self._host((size,), torch.int32)
         block = torch.zeros(size, dtype=torch.int32, device=self._device)
         # By padded size: where its inputs lie, and what queues its pass and returns scores [P, O], which the next overwrites.
@@ -144,7 +144,7 @@ class GpuModel:
         # The largest first: the others find their memory in its pool.
         first: CudaGraph | None = None
         for padded in reversed(self._sizes):
-            layout = InputLayout.of(self.manifest, padded)
+            layout = InputLayout(self.manifest, padded)
             queue = self._function(layout, block)
             if self._stream is not None:
                 with torch.inference_mode():
