@@ -38,15 +38,9 @@ class UnroundedTable(MappedTable):
 
 def unrounded_tables(directory: Path, manifest: Manifest, rows: Rows) -> dict[str, UnroundedTable]:
     """Return the tables of a model by name, with the rows that `rows` look up."""
-    columns, first = manifest.id_slices(), torch.zeros(1, dtype=torch.int64)
-
-    def ids(feature: str) -> Tensor:
-        found = rows.ragged.get(feature)
-        return rows.ids[:, columns[feature]].reshape(-1) if found is None else found.values
-
-    return {
-        table.name: UnroundedTable(
-            directory, table, manifest.dtype, torch.cat([first, *map(ids, table.features)]).unique()
-        )
-        for table in manifest.tables
-    }
+    columns, tables = manifest.id_slices(), {}
+    for table in manifest.tables:
+        ids = [rows.ids_of(name, columns.get(name, slice(0))) for name in table.features]
+        numbers = torch.cat([torch.zeros(1, dtype=torch.int64), *ids]).unique()
+        tables[table.name] = UnroundedTable(directory, table, manifest.dtype, numbers)
+    return tables

@@ -75,12 +75,7 @@ class MappedTables:
                 lengths = torch.full((len(rows),), own_ids.stop - own_ids.start)
                 target.copy_(table.pooled(RaggedIds(ids[own_ids].t().reshape(-1), lengths)))
         looked_up = [
-            table.rows(
-                rows.ragged[name].values
-                if name in rows.ragged
-                else rows.ids[:, own_ids].reshape(-1)
-            )
-            for table, name, own_ids in self._handed_out
+            table.rows(rows.ids_of(name, own_ids)) for table, name, own_ids in self._handed_out
         ]
         lengths_of = [rows.ragged[name].lengths for name in self._ragged]
         return [found, *looked_up, *lengths_of, *(each.values for each in rows.numbers.values())]

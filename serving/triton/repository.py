@@ -68,8 +68,7 @@ def _write_monolithic(
         "table_gib": "" if config.table_gib is None else str(config.table_gib),
     }
     on_gpu = config.device is Device.cuda
-    message = _model(config, name, inputs, _scores(manifest), on_gpu=on_gpu)
-    message |= _python(parameters)
+    message = _model(config, name, inputs, _scores(manifest), on_gpu=on_gpu) | _python(parameters)
     if manifest.sequences:
         del message["model_warmup"]  # of zeros, and an age of 0 is refused
     _write_model(root / name, message, directory, manifest.files)
