@@ -14,8 +14,6 @@ MOST_CONNECTIONS = 512
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request that is sent as it is."""
-
     content: bytes
     header_length: int | None  # bytes of JSON before binary tensors; None if there are none
 

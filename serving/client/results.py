@@ -82,6 +82,5 @@ def write_csv(results: Sequence[LoadResult], path: Path) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(LoadResult)])
     writer.writeheader()
-    for result in results:
-        writer.writerow(asdict(result))
+    writer.writerows(map(asdict, results))
     replace_bytes(path, text.getvalue().encode())

@@ -150,7 +150,6 @@ class _Inputs:
     def facts(
         self, categorical: Sequence[RawCategorical], history: Sequence[RawHistory]
     ) -> dict[str, Any]:
-        """Return what a description says of the columns."""
         kinds, five = self.state.text_columns.result, self.state.five
         of = {feature.name: feature.column for feature in categorical}
         # The values of a cross are of several columns, and those of a history of the column of its feature.
