@@ -58,7 +58,6 @@ IDS = "ids"
 """Inputs of a request: numbers, and the ids of all features of fixed hotness."""
 PADDING = -1
 """Fills the rows of a ragged feature behind their last id."""
-HASH_BLOCK = 1 << 22
 KEY_BYTES = 12
 """Bytes of a raw key and its row."""
 
@@ -380,7 +379,7 @@ def _read_file(path: Path, dtype: str | None = None) -> tuple[FileState, bool]:
     """Return size and SHA-256 of a file, and whether its numbers of a dtype are finite."""
     digest, size, is_finite = hashlib.sha256(), 0, True
     with open_regular(path) as stream:
-        while block := stream.read(HASH_BLOCK):
+        while block := stream.read(1 << 22):
             digest.update(block)
             is_finite &= _all_finite(block, dtype)
             size += len(block)

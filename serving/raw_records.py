@@ -97,7 +97,6 @@ class RawRows:
 
     @property
     def seconds(self) -> dict[str, str]:
-        """Return the SQL of whole seconds."""
         return self.times
 
     @property

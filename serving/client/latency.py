@@ -13,7 +13,7 @@ from serving.client.connection import ServerError
 from serving.client.dataset_requests import EncodedRequest
 from serving.client.load import Body, closed_load, open_load
 from serving.client.results import HEAD, LoadResult, line
-from serving.client.server_time import server_time
+from serving.client.server_time import per_request, server_time
 from serving.client.shared_memory import EXTENSION, shared_bodies
 from serving.client.target import Target, open_target
 
@@ -52,7 +52,7 @@ async def measure(config: LatencyConfig, say: Callable[[str], None]) -> list[Loa
                 after = await server_time(metrics, model, target.address.token)
                 if not measured.latencies:
                     raise ServerError(f"batch {batch:,}: no request was answered: {measured.error}")
-                own = None if after is None else after.per_request(before)
+                own = per_request(before, after)
                 result = LoadResult.of(measured, batch, concurrency, rate, own)
                 results.append(result)
                 say(line(result))

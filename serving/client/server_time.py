@@ -2,7 +2,6 @@
 
 import re
 from contextlib import closing
-from dataclasses import dataclass
 
 from serving.client.connection import Address, Connection, ServerError
 
@@ -11,22 +10,12 @@ TRITON = ("nv_inference_request_duration_us", "nv_inference_request_success", 1e
 SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class ServerTime:
-    """Sums since the server's start."""
-
-    ms: float
-    count: float
-
-    def per_request(self, before: "ServerTime | None") -> float | None:
-        """Return the milliseconds of a request since `before`; None if there was none."""
-        if before is None or self.count <= before.count:
-            return None
-        return (self.ms - before.ms) / (self.count - before.count)
+Sums = tuple[float, float]
+"""Milliseconds of all requests since a server's start, and their number."""
 
 
-async def server_time(url: str, model: str, token: str | None) -> ServerTime | None:
-    """Return the time of a server; None if it has no such metrics, or cannot be reached."""
+async def server_time(url: str, model: str, token: str | None) -> Sums | None:
+    """Return the sums of a server; None if it has no such metrics, or cannot be reached."""
     try:
         with closing(Connection(Address.of(url, token))) as connection:
             reply = await connection.call("")
@@ -38,5 +27,12 @@ async def server_time(url: str, model: str, token: str | None) -> ServerTime | N
             found[name] = found.get(name, 0.0) + float(value)
     for total, count, factor in (EMBEDDED, TRITON):
         if total in found and count in found:
-            return ServerTime(found[total] * factor, found[count])
+            return found[total] * factor, found[count]
     return None
+
+
+def per_request(before: Sums | None, after: Sums | None) -> float | None:
+    """Return the milliseconds of a request between two sums; None if there was none."""
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])

@@ -27,12 +27,12 @@ def write_tables(
     shape, or a file of the checkpoint is damaged.
     """
     (directory / "tables").mkdir()
-    written = {
-        table.name: _write(directory, table, _stored(index, table), dtype, wanted[table.name])
-        for table in tables
-    }
-    rows = {name: rows for name, (rows, _) in written.items()}
-    return rows, max((error for _, error in written.values()), default=0.0)
+    rows, largest = {}, 0.0
+    for table in tables:
+        stored, numbers = _stored(index, table), wanted[table.name]
+        rows[table.name], error = _write(directory, table, stored, dtype, numbers)
+        largest = max(largest, error)
+    return rows, largest
 
 
 def _stored(index: TensorIndex, table: Table) -> StoredTensor:

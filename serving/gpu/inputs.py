@@ -23,24 +23,14 @@ class InputLayout:
         self.num_numerical = len(manifest.numerical)
         self.has_keep_rates = manifest.keep_rate is not None
         self.ragged = [feature.name for feature in manifest.ragged]
-
-    @property
-    def first_id(self) -> int:
-        return self.num_rows * self.num_numerical
-
-    @property
-    def first_rate(self) -> int:
-        return self.first_id + self.num_rows * self.num_ids
+        self.first_id = num_rows * self.num_numerical
+        self.first_rate = self.first_id + num_rows * self.num_ids
+        self._first_start = self.first_rate + num_rows * self.has_keep_rates
+        # Of the ids of ragged features; also the size of the block without them.
+        self.first_value = self._first_start + len(self.ragged) * (num_rows + 1)
 
     def first_start(self, feature: str) -> int:
-        first = self.first_rate + self.num_rows * self.has_keep_rates
-        return first + self.ragged.index(feature) * (self.num_rows + 1)
-
-    @property
-    def first_value(self) -> int:
-        """Position of the ids of ragged features; also the size of the block without them."""
-        first = self.first_rate + self.num_rows * self.has_keep_rates
-        return first + len(self.ragged) * (self.num_rows + 1)
+        return self._first_start + self.ragged.index(feature) * (self.num_rows + 1)
 
     def numerical(self, block: Tensor) -> Tensor:
         """Return the numerical features, float32 [P, N]."""

@@ -113,7 +113,11 @@ def cut_lists(
     for number in lists.numbers:
         if lists.separator:
             texts = columns.texts(number.key, inputs[number.key])
-            rows = _split_numbers(number, lists.separator, texts)
+            parted = [[] if text is None else split(text, lists.separator) for text in texts]
+            rows = [
+                [number_of(number.name, row, item) for item in items]
+                for row, items in enumerate(parted)
+            ]
         else:
             matrix = _matrix(number, inputs[number.key], shapes[number.column])
             rows = _without_padding(matrix, counts)
@@ -131,14 +135,6 @@ def cut_lists(
                 refuse(str(error))
         numbers[number.name] = RaggedIds(torch.from_numpy(values), torch.from_numpy(lengths))
     return numbers
-
-
-def _split_numbers(number: RawFeature, separator: str, texts: Texts) -> list[list[float | None]]:
-    """Return the numbers of every row's text; a row without one has none."""
-    parted = [[] if text is None else split(text, separator) for text in texts]
-    return [
-        [number_of(number.name, row, item) for item in items] for row, items in enumerate(parted)
-    ]
 
 
 def _matrix(number: RawFeature, values: Any, shape: tuple[int, ...]) -> np.ndarray:

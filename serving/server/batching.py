@@ -169,9 +169,8 @@ class Batcher:
         # An answer that is done: the client has gone, or another part of its request was refused.
         wanted = [part for part in batch if not part.answer.done()]
         late = [part for part in wanted if part.arrived < now - deadline_s]
-        if not late:
-            return wanted
-        self._refuse(late, too_late(deadline_s))
+        if late:
+            self._refuse(late, too_late(deadline_s))
         return [part for part in wanted if part.arrived >= now - deadline_s]
 
     def _read(self, batch: list[_Waiting]) -> tuple[list[_Waiting], list[Rows]]:

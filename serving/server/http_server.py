@@ -203,7 +203,7 @@ class App:
             self.body_bytes -= body.held
 
     async def refuse_connection(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, TOO_MANY, is_last=True)
+        error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, TOO_MANY)
         with suppress(TimeoutError):
             await self._answer(error.response(), send, _Body(self, receive), is_last=True)
 
@@ -212,32 +212,26 @@ class App:
         for name, value in scope["headers"]:
             key = name.decode("latin-1")
             if key in headers and key in ONCE:
-                raise _bad(f"the header {key} is there twice")
+                raise _last(HTTPStatus.BAD_REQUEST, f"the header {key} is there twice")
             headers[key] = value.decode("latin-1")
         if scope["http_version"] not in ("1.0", "1.1"):
-            raise RequestError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "want HTTP/1.1", is_last=True)
+            raise _last(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "want HTTP/1.1")
         # RFC 9112, 3.2, which the parser does not ask for.
         if "host" not in headers and scope["http_version"] == "1.1":
-            raise _bad("want the header Host")
+            raise _last(HTTPStatus.BAD_REQUEST, "want the header Host")
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         request = Request(method, scope["path"], headers)
         self._check_token(request)
         if "content-encoding" in headers:
-            raise RequestError(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send the body without compression", is_last=True
-            )
+            raise _last(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send the body without compression")
         size = int(headers.get("content-length", "0"))
         is_chunked = "transfer-encoding" in headers
         if not size and not is_chunked:
             return request
         if request.path in OPEN_PATHS:
             # It would be held for anybody, without a token.
-            raise RequestError(
-                HTTPStatus.METHOD_NOT_ALLOWED,
-                "want GET without a body",
-                is_last=True,
-                headers={"Allow": "GET"},
-            )
+            allow = {"Allow": "GET"}
+            raise _last(HTTPStatus.METHOD_NOT_ALLOWED, "want GET without a body", allow)
         self.reserve(body, size)
         length = headers.get(HEADER_LENGTH, "")
         first = int(length) if _LENGTH.fullmatch(length) else 0
@@ -247,28 +241,20 @@ class App:
                     body.chunks(first) if is_chunked else body.read(size, first, scope)
                 )
         except TimeoutError:
-            raise RequestError(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"the body did not arrive within {self.limits.timeout_s:g} s",
-                is_last=True,
-            ) from None
+            text = f"the body did not arrive within {self.limits.timeout_s:g} s"
+            raise _last(HTTPStatus.REQUEST_TIMEOUT, text) from None
         return Request(method, request.path, headers, content)
 
     def reserve(self, body: "_Body", size: int) -> None:
         """Count bytes of a body among those in memory, before they are there. Raises RequestError: they are too many."""
         if body.held + size > self.limits.max_body:
-            raise RequestError(
+            raise _last(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"a body of {body.held + size:,} bytes; want at most {self.limits.max_body:,} (max_body_mib)",
-                is_last=True,
             )
         if self.body_bytes + size > self.limits.max_memory:
-            raise RequestError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "the bodies of other requests fill the memory (max_memory_mib); try again",
-                is_last=True,
-                headers={"Retry-After": "1"},
-            )
+            text = "the bodies of other requests fill the memory (max_memory_mib); try again"
+            raise _last(HTTPStatus.SERVICE_UNAVAILABLE, text, {"Retry-After": "1"})
         self.body_bytes += size
         body.held += size
 
@@ -279,12 +265,8 @@ class App:
         wanted, got = self.limits.token.encode(), token.lstrip(" ").encode("latin-1")
         # The name of a scheme has no case (RFC 9110, 11.1).
         if not (hmac.compare_digest(wanted, got) and scheme.lower() == "bearer"):
-            raise RequestError(
-                HTTPStatus.UNAUTHORIZED,
-                "want the header Authorization: Bearer TOKEN with the server's token",
-                is_last=True,
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            text = "want the header Authorization: Bearer TOKEN with the server's token"
+            raise _last(HTTPStatus.UNAUTHORIZED, text, {"WWW-Authenticate": "Bearer"})
 
     async def _answer(
         self, response: Response, send: Send, body: "_Body", *, is_last: bool
@@ -466,5 +448,6 @@ def _aligned(size: int, first: int) -> memoryview:
     return memoryview(memory)[offset : offset + size]  # type: ignore[arg-type]
 
 
-def _bad(message: str) -> RequestError:
-    return RequestError(HTTPStatus.BAD_REQUEST, message, is_last=True)
+def _last(status: HTTPStatus, message: str, headers: dict[str, str] | None = None) -> RequestError:
+    """Return the refusal of a request whose rest is unread."""
+    return RequestError(status, message, is_last=True, headers=headers)
