@@ -259,13 +259,18 @@ class ForgetConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
-class AccuracyConfig(Section):
+class ClientConfig(Section):
     model: str | None = option(None, "name of the model at the server", required=NAME)
     data_path: str | None = option(
         None, "dataset with the model's features", path=True, required="..., a dataset directory"
     )
     url: str = option(URL, "address of the server: the embedded one, or Triton's HTTP")
     token_file: str | None = option(None, "file with the token that the server wants", path=True)
+    split: str = option("test", "split of the rows that are sent")
+
+
+@dataclass(kw_only=True, slots=True)
+class AccuracyConfig(ClientConfig):
     split: str = option("test", "split to score; it needs labels")
     batch_size: int = option(4096, "rows per request", most=65_536, gt=0)
     concurrency: int = option(1, "requests at a time", most=MOST_REQUESTS, gt=0)
@@ -274,17 +279,10 @@ class AccuracyConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
-class LatencyConfig(Section):
-    model: str | None = option(None, "name of the model at the server", required=NAME)
-    data_path: str | None = option(
-        None, "dataset with the model's features", path=True, required="..., a dataset directory"
-    )
-    url: str = option(URL, "address of the server: the embedded one, or Triton's HTTP")
+class LatencyConfig(ClientConfig):
     metrics_url: str | None = option(
         None, "address of the server's metrics; null: url/metrics; Triton's is at port 8002"
     )
-    token_file: str | None = option(None, "file with the token that the server wants", path=True)
-    split: str = option("test", "split of the rows that are sent")
     batch_sizes: list[int] = option(
         [1, 256, 1024, 4096], "rows per request, one load each", most=65_536, filled=True, gt=0
     )

@@ -95,7 +95,8 @@ class SampleParts:
 
     def with_context(self, rows: RowsAt, context: Tensor) -> RowsAt:
         """Return the rows with the vectors of context, [B, K, D], behind them and at their positions."""
-        first = len(rows.table) + self.at.samples * context.shape[1]
+        # Not `len`, which torch.export takes for a constant.
+        first = rows.table.shape[0] + self.at.samples * context.shape[1]
         index = torch.where(self.is_context, first + self.at.offsets, rows.index)
         joined = torch.cat([rows.table, context.flatten(0, 1).to(rows.table.dtype)])
         return RowsAt(joined, index.to(rows.index.dtype))

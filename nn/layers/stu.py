@@ -86,7 +86,8 @@ class RowsAt:
     @classmethod
     def each(cls, vectors: Tensor) -> "RowsAt":
         """Return a row of its own for each position, of [C, D]."""
-        return cls(vectors, torch.arange(len(vectors), device=vectors.device))
+        # Not `len`, which torch.export takes for a constant.
+        return cls(vectors, torch.arange(vectors.shape[0], device=vectors.device))
 
 
 class PositionDropout(Dropout):
