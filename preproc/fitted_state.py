@@ -183,9 +183,9 @@ def _in_place(files: Any, sources: Sequence[str], where: str) -> Any:
     return sources[0] + files[len(SOURCE) :]
 
 
-def load_fitted(directory: Path | None, table: TableConfig) -> FittedState:
+def load_fitted(directory: Path, table: TableConfig) -> FittedState:
     """Return the fitted state of an earlier run, compared with its spec; ValueError unless it is of these features and intact."""
-    if directory is None or not all((directory / n).exists() for n in (FITTED, SPEC_NAME)):
+    if not all((directory / n).exists() for n in (FITTED, SPEC_NAME)):
         raise ValueError(_no_fit(directory))
     path = directory / FITTED
     document = _mapping(read_yaml(directory / SPEC_NAME), str(directory / SPEC_NAME))
@@ -305,33 +305,7 @@ def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfi
     return replace(config, frequency_limit=limit, vocabulary=counted)
 
 
-def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
-    """Return a fitted state with the features and missing texts that it names itself; ValueError as `load_fitted`."""
-    path = Path(fitted) / FITTED
-    saved = _mapping(read_json(path), str(path)) if path.exists() else {}
-    features = _mapping(saved.get("features", {}), f"{path}: features")
-    logs = {
-        log["source"]: {"files": "-"} for log in features.get("sequence", []) if log.get("source")
-    }
-    try:
-        table = TableConfig.of(
-            {
-                **features,
-                "sources": {"rows": {"files": "-"}, **logs},
-                **({"query": "-", "order_by": ["-"]} if logs else {}),
-                "label": {"name": "label of the rows"},
-                "missing": _mapping(saved.get("rows", {}), f"{path}: rows").get("missing"),
-                "empty_items": _empty_items(saved.get("rows"), str(path)),
-            }
-            if saved
-            else {"sources": {"rows": {"files": "-"}}, "categorical": ["none"]}
-        )
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; {AGAIN}") from None
-    return load_fitted(Path(fitted), table), table
-
-
-def _no_fit(directory: object) -> str:
+def _no_fit(directory: Path) -> str:
     return f"fitted={directory}: no dataset with a {FITTED} there; set it to the output of a run with mode=fit"
 
 

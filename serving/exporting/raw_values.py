@@ -21,7 +21,14 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import FITTED
 from dataloading.row_sql import COLUMN, columns_of, unserved
 from nn.checkpoint.compatibility import vocabulary_mismatch
-from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, open_fitted, vocabulary_name
+from preproc.fitted_state import (
+    AGAIN,
+    IS_TEXT,
+    FittedState,
+    fitted_description,
+    load_fitted,
+    vocabulary_name,
+)
 from serving.inference.requests import IDS, NUMERICAL
 from serving.raw_description import FILTER
 from serving.vocabulary import write_vocabulary
@@ -40,7 +47,8 @@ def write_raw_values(
     Raises ValueError: there is no fit, it is damaged or of other features, or a feature is an expression that no server
     evaluates.
     """
-    state, features = open_fitted(fitted)
+    features = fitted_description(Path(fitted))
+    state = load_fitted(Path(fitted), features)
     own = FeatureSpec.load(state.directory)
     if own.fingerprint() != spec.fingerprint():
         raise ValueError(
@@ -315,7 +323,7 @@ def _write(directory: Path, state: FittedState, feature: str) -> tuple[str, int]
 
 
 def _values(state: FittedState, feature: str) -> Iterator[list[str | None]]:
-    """Yield the values of a vocabulary in the order of their ids, which `open_fitted` has checked; None for a retired one."""
+    """Yield the values of a vocabulary in the order of their ids, which `load_fitted` has checked; None for a retired one."""
     from dataloading.dataset.parquet_files import open_file
 
     columns = ["value", "retired"] if state.has_days(feature) else ["value"]
