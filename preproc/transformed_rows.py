@@ -73,7 +73,7 @@ def open_transformed_rows(
     """
     table = described_rows(fitted, [str(source) for source in sources])
     refuse_histories(fitted, table)
-    state = load_fitted(fitted, table)
+    state = load_fitted(fitted)
     spec = FeatureSpec.load_features(fitted).with_event_weights(event_weights or {})
     return TransformedRows(spec, replace(table, keep=list(keep)), state)
 

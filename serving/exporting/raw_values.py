@@ -21,14 +21,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import FITTED
 from dataloading.row_sql import COLUMN, columns_of, unserved
 from nn.checkpoint.compatibility import vocabulary_mismatch
-from preproc.fitted_state import (
-    AGAIN,
-    IS_TEXT,
-    FittedState,
-    fitted_description,
-    load_fitted,
-    vocabulary_name,
-)
+from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, load_fitted, vocabulary_name
 from serving.inference.requests import IDS, NUMERICAL
 from serving.raw_description import FILTER
 from serving.vocabulary import write_vocabulary
@@ -47,8 +40,8 @@ def write_raw_values(
     Raises ValueError: there is no fit, it is damaged or of other features, or a feature is an expression that no server
     evaluates.
     """
-    features = fitted_description(Path(fitted))
-    state = load_fitted(Path(fitted), features)
+    state = load_fitted(Path(fitted))
+    features = state.table
     own = FeatureSpec.load(state.directory)
     if own.fingerprint() != spec.fingerprint():
         raise ValueError(
