@@ -148,20 +148,18 @@ class TableFiles:
 
         assert KEPT_CHUNK_ROWS % ROW_GROUP_ROWS == 0
         columns = ", ".join(f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(names))
-        files = self._files(self.rows_in)
+        query = f"SELECT {columns} FROM read_parquet({self._files(self.rows_in)})"
+        schema = self._connection.sql(f"{query} LIMIT 0").to_arrow_table().schema
         for split, rows in self.splits.items():
-            writer = None
-            for start in range(rows.start, rows.stop, KEPT_CHUNK_ROWS):
-                stop = min(start + KEPT_CHUNK_ROWS, rows.stop)
-                chunk = self._connection.sql(
-                    f"SELECT {columns} FROM read_parquet({files}) "
-                    f"WHERE row_ >= {start} AND row_ < {stop} ORDER BY row_"
-                ).to_arrow_table()
-                _expect(len(chunk) == stop - start, "kept columns")
-                writer = writer or KeptWriter(self.dataset, split, chunk.schema)
-                writer.append(chunk)
-            assert writer is not None, "a split without rows"
-            self.records |= writer.close()
+            with KeptWriter(self.dataset, split, schema) as writer:
+                for start in range(rows.start, rows.stop, KEPT_CHUNK_ROWS):
+                    stop = min(start + KEPT_CHUNK_ROWS, rows.stop)
+                    chunk = self._connection.sql(
+                        f"{query} WHERE row_ >= {start} AND row_ < {stop} ORDER BY row_"
+                    ).to_arrow_table()
+                    _expect(len(chunk) == stop - start, "kept columns")
+                    writer.append(chunk)
+            self.records |= writer.record
 
     def write_numericals(
         self,
