@@ -128,12 +128,8 @@ class Keys:
         """Return keys, int64 [N], that are all of the rows', row after row."""
         return cls(values, np.array([[0, len(values)]]), lengths)
 
-    @property
-    def count(self) -> int:
-        return int((self.runs[:, 1] - self.runs[:, 0]).sum())
-
     def values(self) -> np.ndarray:
-        """Return the keys, row after row, int64 [count]; not always a copy."""
+        """Return the keys, row after row, int64 [keys]; not always a copy."""
         if len(self.runs) == 1:
             return self.column[self.runs[0, 0] : self.runs[0, 1]]
         parts = [self.column[first:last] for first, last in self.runs.tolist()]

@@ -1,10 +1,8 @@
 """Interface between inputs and the converter: features, splits, and chunks of rows."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -146,8 +144,3 @@ def input_feature(
             "writes each id as its remainder"
         )
     return CategoricalFeature.of(name, rows, hotness, table)
-
-
-def natural_order(path: Path) -> tuple[list[int], str]:
-    """Sort key of files that differ in a number, day_2 before day_10, or else in their names."""
-    return [int(digits) for digits in re.findall(r"[0-9]+", path.name)], path.name
