@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,27 +117,18 @@ class TableFiles:
         """Write labels, weight and keep rate of relation `rows_`; return the sums of the labels per split."""
         labels = [column for column in columns.values() if column.channel is Channel.label]
         sums: dict[str, dict[str, LabelSum]] = {split: {} for split in self.splits}
-        for name, column in columns.items():
-            found = self._write_row_column(name, column, column_file_name(labels, column))
-            if column in labels:
-                for split, total in found.items():
-                    sums[split][column.name] = total
-        return sums
-
-    def _write_row_column(
-        self, name: str, column: RowColumn, file_name: str
-    ) -> dict[str, LabelSum]:
-        """Write one of them; return its sum per split."""
-        sums = {}
-        for split, rows in self.splits.items():
-            sums[split] = LabelSum(0, column.is_binary)
+        for (name, column), (split, rows) in product(columns.items(), self.splits.items()):
+            total = LabelSum(0, column.is_binary)
+            file_name = column_file_name(labels, column)
             with GrowingFile(self.dataset, f"{split}/{file_name}") as file:
                 for part, chunk in self._chunks(self.rows_in, name, rows):
                     values = np.asarray(chunk[name], column.stored)
                     _expect(len(values) == len(part), name)
-                    sums[split].add(values)
+                    total.add(values)
                     file.append(values)
             self.records |= file.record
+            if column in labels:
+                sums[split][column.name] = total
         return sums
 
     def write_kept(self, names: list[str]) -> None:
