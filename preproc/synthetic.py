@@ -27,7 +27,7 @@ def build_synthetic(config: PreprocConfig, progress: Progress) -> None:
     output = Path(config.output)
     summaries = write_rows(StreamRows(config), output, config, progress)
     print_splits(progress.console, summaries)
-    print_result(progress.console, progress, output, sum(s.rows for s in summaries.values()))
+    print_result(progress, output, sum(s.rows for s in summaries.values()))
 
 
 class StreamRows(SourceRows):

@@ -30,7 +30,7 @@ def run_convert(config: PreprocConfig, progress: Progress) -> None:
     _compare(rows.spec, progress)
     summaries = write_rows(rows, output, config, progress)
     print_splits(progress.console, summaries)
-    print_result(progress.console, progress, output, sum(s.rows for s in summaries.values()))
+    print_result(progress, output, sum(s.rows for s in summaries.values()))
 
 
 def _compare(spec: FeatureSpec, progress: Progress) -> None:

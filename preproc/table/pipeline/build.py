@@ -80,7 +80,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
             rows = _build(Journal(config, table, engine, work, progress, sources, fitted))
         finally:
             engine.close()
-    print_result(progress.console, progress, output, rows)
+    print_result(progress, output, rows)
 
 
 def _counted_files(

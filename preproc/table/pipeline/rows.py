@@ -122,8 +122,13 @@ def _refuse_bad(journal: Journal) -> None:
 def _where(journal: Journal, row: int, file: int) -> str:
     if journal.table.query:
         return f"row {row + 1} in the order of table.order_by"
-    ((first,),) = journal.engine.rows(f"SELECT min(row_) FROM all_ WHERE file_ = {file}")
-    _, files = next(iter(journal.sources.values()))
+    return where_in_source(journal, "all_", next(iter(journal.sources)), row, file)
+
+
+def where_in_source(journal: Journal, relation: str, source: str, row: int, file: int) -> str:
+    """Return the file and the number in it of a row of a source, by the relation of its rows."""
+    ((first,),) = journal.engine.rows(f"SELECT min(row_) FROM {relation} WHERE file_ = {file}")
+    _, files = journal.sources[source]
     return f"{files[file].path}, row {row - first + 1}"
 
 
