@@ -14,7 +14,6 @@ from configs.table_schema import (
     History,
     Numerical,
     RowNumber,
-    TableConfig,
     transform_of,
 )
 from configs.transforms import is_served
@@ -22,7 +21,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import FITTED
 from dataloading.row_sql import COLUMN, columns_of, unserved
 from nn.checkpoint.compatibility import vocabulary_mismatch
-from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, open_fitted, vocabulary_name
+from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, load_fitted, vocabulary_name
 from serving.inference.requests import IDS, NUMERICAL
 from serving.raw_records import (
     RawCategorical,
@@ -50,7 +49,8 @@ def write_raw_values(
     Raises ValueError: there is no fit, it is damaged or of other features, or a feature is an expression that no server
     evaluates.
     """
-    state, table = open_fitted(fitted)
+    state = load_fitted(Path(fitted))
+    table = state.table
     own = FeatureSpec.load(state.directory)
     if own.fingerprint() != spec.fingerprint():
         raise ValueError(
@@ -69,7 +69,7 @@ def write_raw_values(
             file = f"{VOCABULARY}/{quote(feature.name, safe='')}.bin"
             size = write_vocabulary(directory / file, _values(state, feature.name))
             vocabularies[feature.name] = file, size
-    inputs = _Inputs(state, table, vocabularies)
+    inputs = _Inputs(state, vocabularies)
     numerical = [_numerical(feature, inputs) for feature in table.numerical]
     categorical = [_categorical(feature, inputs) for feature in table.categorical]
     history = [_history(history, inputs) for history in table.history]
@@ -105,11 +105,9 @@ class _Inputs:
     `vocabularies`: file and number of values, by feature.
     """
 
-    def __init__(
-        self, state: FittedState, table: TableConfig, vocabularies: Mapping[str, tuple[str, int]]
-    ) -> None:
-        self.state, self.table, self.vocabularies = state, table, vocabularies
-        self.features = {feature.name: feature for feature in table.categorical}
+    def __init__(self, state: FittedState, vocabularies: Mapping[str, tuple[str, int]]) -> None:
+        self.state, self.table, self.vocabularies = state, state.table, vocabularies
+        self.features = {feature.name: feature for feature in self.table.categorical}
         self.columns: dict[str, int] = {}
         self._types: dict[str, str] = {}  # of those of expressions
 
@@ -274,7 +272,7 @@ def _column_of(feature: Numerical | Categorical | RowNumber) -> str | None:
 
 
 def _values(state: FittedState, feature: str) -> Iterator[list[str | None]]:
-    """Yield the values of a vocabulary in the order of their ids, which `open_fitted` has checked; None for a retired one."""
+    """Yield the values of a vocabulary in the order of their ids, which `load_fitted` has checked; None for a retired one."""
     from dataloading.dataset.parquet_files import open_file
 
     columns = ["value", "retired"] if state.has_days(feature) else ["value"]

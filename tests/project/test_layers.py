@@ -349,9 +349,9 @@ SUBPACKAGES = {
         "preproc.text_columns",
         "preproc.work_directory",
     },
-    "preproc.convert": {"preproc.report"},
+    "preproc.convert": {"preproc.raw_files", "preproc.report"},
     "preproc.kafka_parts": {"preproc.report", "preproc.table.pipeline"},
-    "preproc.synthetic": {"preproc.ordered_map", "preproc.report"},
+    "preproc.synthetic": {"preproc.convert", "preproc.ordered_map", "preproc.report"},
     "preproc.listens": {"preproc.report", "preproc.work_directory"},
     "preproc.verify": {"preproc.report", "preproc.vocabulary_file"},
     "preproc.table": {
