@@ -309,7 +309,6 @@ def _was_called(function: Callable, error: BaseException) -> bool:
 
 
 def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
-    """Print one message to stderr, in one line, and end the process with `exit_code`."""
     print(on_one_line(message), file=sys.stderr, flush=True)
     sys.exit(exit_code)
 

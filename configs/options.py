@@ -175,7 +175,6 @@ def is_file_name(text: str) -> bool:
 
 
 def open_sections(config: type) -> list[str]:
-    """Return the names of the sections of `config` that are open."""
     return [declared.name for declared in fields(config) if declared.metadata.get("open")]
 
 

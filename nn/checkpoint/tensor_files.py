@@ -45,8 +45,6 @@ ALIGNMENT = 64
 
 
 class Part(NamedTuple):
-    """A part of a tensor, on this rank."""
-
     name: str
     size: tuple[int, ...]  # of the complete tensor
     offsets: tuple[int, ...]  # of the part's first element in it

@@ -248,7 +248,6 @@ class PositionVectors(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw both tables from a CPU generator."""
         bound = len(self.positions) ** -0.5
         uniform_(self.positions, -bound, bound, generator)
         if self.times is not None:

@@ -259,7 +259,6 @@ def _day(checkpoint: Path) -> int | None:
 
 
 def _expanded(batch: Batch, tables: Mapping[str, Tensor]) -> Batch:
-    """Return a batch with the further ids of features that are expanded."""
     if not tables:
         return batch
     layout = batch.layout

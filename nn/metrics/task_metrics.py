@@ -71,7 +71,9 @@ class TaskMetrics:
             self._groups.append(ids.to(self._device, torch.int64, copy=True))
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:
-        """Keep the rows that `rows` returned, on one rank."""
+        """Keep the rows of all ranks that `rows` returned, if any, on one rank."""
+        if not rows:
+            return
         rows = {name: values.to(self._device) for name, values in rows.items()}
         logits, labels = rows["logits"], rows["labels"]
         self._keep(logits, labels.float(), len(logits), rows.get("weights"), None)

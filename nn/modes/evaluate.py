@@ -10,7 +10,6 @@ from nn.training.evaluator import described_predictions
 
 
 def evaluate(config: Config, config_yaml: str) -> None:
-    """Evaluate the model that `checkpoint.restore` names."""
     with open_session(config, config_yaml) as session:
         if session is None:
             return

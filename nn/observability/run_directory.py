@@ -84,7 +84,6 @@ SIGNIFICANT_DIGITS = 7
 
 
 def empty_summary(metrics: Iterable[Metric]) -> dict[str, Any]:
-    """Return a summary of which nothing was measured."""
     steps, *others = SUMMARY_KEYS
     return dict.fromkeys([steps, *(metric.test_key for metric in metrics), *others])
 

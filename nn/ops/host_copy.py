@@ -45,11 +45,9 @@ class DeviceValues:
         self.floats, self.integer = self._words[:-1].view(torch.float32), self._words[-1:]
 
     def write_float(self, index: int, value: float) -> None:
-        """Write a number, for the next `load`."""
         self._host_floats[index] = value
 
     def write_integer(self, value: int) -> None:
-        """Write the integer, for the next `load`."""
         self._host[-1] = value
 
     def load(self) -> None:

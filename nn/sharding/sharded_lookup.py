@@ -300,7 +300,6 @@ class ShardedLookup:
         return self._lookup_bags.table_rows(self._looked_up_ids(ids)) if is_here else None
 
     def sort(self, ids: LocalIds) -> SortedBatch:
-        """Sort the ids for the updates."""
         sorted_requests = [
             SortedRequest(
                 requested.exchange.sort(of_batch, slots),
@@ -332,7 +331,7 @@ class ShardedLookup:
         requested, own = self._requested[number], ids.requested[number].pooled
         if requested.pooled is None or own is None:
             return gradients.rows[requested.table][:-1]
-        return requested.pooled.sum_by_row(own, self.memory.requested(gradients.vectors, number))
+        return requested.pooled.sums(own, self.memory.requested(gradients.vectors, number))
 
     def _send_vectors_back(self, gradients: Tensor) -> Tensor:
         """Send the gradients of the vectors that were sent to the ranks of this group, [samples of the group, T]."""

@@ -102,10 +102,8 @@ class ShardedTables:
         shapes = self.replicated_shapes
         floats = [torch.float32] * len(shapes)
         memories = adjacent(shapes, [shape[1] for shape in shapes], floats, self._ranks.device)
-        return {
-            name: nn.Parameter(memory)
-            for name, memory in zip(self.replicated_names, memories, strict=True)
-        }
+        names = [table.name for table in self._all() if not table.shards]
+        return {name: nn.Parameter(of) for name, of in zip(names, memories, strict=True)}
 
     def _fill(self) -> None:
         """Fill the weights with the seed's, which are no memory's of tables on disk, or a file's."""
@@ -123,7 +121,6 @@ class ShardedTables:
         self.reload()
 
     def _fill_on_disk(self, own: OwnedShard, rows: FileRows) -> None:
-        """Write the weights of a file to a shard on disk."""
         assert self.tier is not None, "it is on disk"
         assert own.tier_index is not None, "it is on disk"
         shape, dtype = own.weight.shape, own.weight.dtype
@@ -149,10 +146,6 @@ class ShardedTables:
         }
 
     @property
-    def replicated_names(self) -> list[str]:
-        return [table.name for table in self._all() if not table.shards]
-
-    @property
     def replicated_shapes(self) -> list[torch.Size]:
         return [table.shape for table in self._all() if not table.shards]
 
@@ -170,7 +163,6 @@ class ShardedTables:
             self.tier.write_back()
 
     def shards(self) -> Iterator[TableShard]:
-        """Yield the shards of tables that this rank holds."""
         self._write_back()
         for shard in self._own:
             if len(shard.weight):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from dataloading.batch import Batch
 from nn.observability.annotations import annotate
 from nn.observability.trace_breakdown import DATA_WAIT
 from nn.sharding.batch_rows import BatchRows
-from nn.tiers.look_ahead import Ahead, LookAhead
+from nn.tiers.look_ahead import LookAhead
 from nn.training.step_runner import StepRunner
 
 
@@ -38,7 +39,9 @@ class Prefetcher:
         loading: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self._batches = (
-            LookAhead(batches, runner, device) if runner.tables.has_disk_tables else _alone(batches)
+            LookAhead(batches, runner, device)
+            if runner.tables.has_disk_tables
+            else zip(batches, repeat(None), strict=False)
         )
         self._runner = runner
         self._device = device
@@ -105,12 +108,6 @@ class Prefetcher:
 
     def _on_stream(self) -> AbstractContextManager:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-def _alone(batches: Iterator[Batch]) -> Iterator[Ahead]:
-    """Yield batches without what they need from disk."""
-    for batch in batches:
-        yield batch, None
 
 
 class _Buffers:

@@ -127,7 +127,6 @@ class Trainer:
 
     @property
     def ends_day(self) -> bool:
-        """Return whether the day ends after the latest step."""
         return self.num_steps >= self.last_step or self._early_stop() is not None
 
     @property
@@ -139,7 +138,6 @@ class Trainer:
         return self._recorder.run_dir
 
     def facts(self) -> dict[str, Any]:
-        """Return the state of the loop as a checkpoint holds it."""
         capacity = self._step.runner.request_capacity.facts()
         self.state.row_capacity = capacity if capacity["shards"] else None
         stream = self._stream_rows
@@ -311,11 +309,9 @@ class Trainer:
             self.resume_speed()
 
     def pause_speed(self) -> None:
-        """Leave the coming time and steps out of the throughput."""
         self.records.speed.pause()
 
     def resume_speed(self) -> None:
-        """Count time and steps again."""
         self.records.speed.resume()
 
     def end(self, prefetcher: Prefetcher) -> None:
@@ -344,13 +340,11 @@ class Trainer:
 
     @property
     def stopped(self) -> str:
-        """Return why training has ended."""
         is_complete = self.num_steps >= self.last_step
         early_end = ENDED_BY_CALLER if self._stream_rows is None else NO_NEW_ROWS
         return self._early_stop() or (ALL_STEPS_DONE if is_complete else early_end)
 
     def head_of_record(self, step: int) -> dict[str, Any]:
-        """Return the first entries of a record of the model after `step`."""
         return {"step": step, "epoch": self.epoch(step), **self.state.day.label}
 
     def evaluate(self) -> dict[str, Any]:
@@ -399,7 +393,7 @@ class Trainer:
                 f"the same command with run_dir={self._recorder.run_dir} {start}"
             )
         every = self._config.checkpoint.save_every
-        is_due = every is not None and self._due(every)
+        is_due = every is not None and self.num_steps % every == 0
         if is_waiting and self._saved_step == self.num_steps:
             return
         if is_due or decision.is_time_to_save or self.state.best_step == self.num_steps:
@@ -420,9 +414,6 @@ class Trainer:
         self._recorder.write_train(record)
         self.progress.show_train(record)
         self.observers.tell("on_record", self, record)
-
-    def _due(self, every: int) -> bool:
-        return self.num_steps % every == 0
 
     def epoch(self, step: int | None = None) -> float:
         """Return the epochs of the day after `step`, by default those so far."""
