@@ -20,6 +20,9 @@ class HostCopy:
         # The current device of a thread may be another one.
         self._event.record(torch.cuda.current_stream(values.device))
 
+    def is_there(self) -> bool:
+        return self._event is None or self._event.query()
+
     def read(self) -> Tensor:
         """Return the values, once the device has computed them."""
         if self._event is not None:
