@@ -43,13 +43,6 @@ BYTES_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class SavedRun:
-    facts: Mapping[str, Any]
-    spec: FeatureSpec
-    mirror: CheckpointMirror | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Pause:
     """Time for which training stands still for a save; times are those of `time.perf_counter`."""
 
@@ -70,23 +63,28 @@ class Pause:
 
 
 class CheckpointManager:
-    """Writer of one checkpoint at a time, by all ranks alike; one that fails is reported, and the next save tries again."""
+    """Writer of one checkpoint at a time, by all ranks alike; one that fails is reported, and the next save tries again.
+
+    `facts` and `spec` are those of the run, whose `mirror` gets what is complete.
+    """
 
     def __init__(
         self,
         directory: Path,
         step: Trained,
-        run: SavedRun,
+        facts: Mapping[str, Any],
+        spec: FeatureSpec,
         config: CheckpointConfig,
         ranks: Ranks,
         logger: Logger,
         heartbeat: Heartbeat | None = None,
+        mirror: CheckpointMirror | None = None,
     ) -> None:
         self.directory = directory
         self._step = step
-        self._facts = dict(run.facts)
-        self._spec = run.spec
-        self._mirror = run.mirror
+        self._facts = dict(facts)
+        self._spec = spec
+        self._mirror = mirror
         self._config = config
         self._ranks = ranks
         self._logger = logger

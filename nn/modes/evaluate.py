@@ -4,7 +4,7 @@ from typing import Any
 
 from configs.schema import Config
 from nn.observability.progress import Progress
-from nn.observability.records import PROBLEM
+from nn.observability.records import PROBLEM, TEST
 from nn.session import open_session
 from nn.training.evaluator import described_predictions
 
@@ -19,6 +19,6 @@ def evaluate(config: Config, config_yaml: str) -> None:
             progress.show_test(record, problem=evaluator.problem)
         if evaluator.problem is not None:
             record[PROBLEM] = evaluator.problem
-        session.recorder.write_test(record)
+        session.recorder.write(TEST, record)
         session.recorder.write_predictions(described_predictions(config, evaluator, num_steps))
         session.finish(record)

@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 from datetime import datetime
+from itertools import count
 from logging import Logger
 from pathlib import Path
 from typing import Self
@@ -78,16 +79,18 @@ class RunLock:
 
         Raises ValueError: `runs/<recipe>` cannot be created, for example because it is a file.
         """
-        while True:
-            run_dir = default_run_dir(recipe)
-            try:
-                run_dir.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(_cannot_be_created(run_dir, error)) from None
+        first = Path("runs") / recipe / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        try:
+            first.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(_cannot_be_created(first, error)) from None
+        for number in count(1):
+            run_dir = first.with_name(f"{first.name}_{number}") if number > 1 else first
             with suppress(FileExistsError):
                 run_dir.mkdir()
-                self.take(run_dir)
-                return run_dir
+                break
+        self.take(run_dir)
+        return run_dir
 
 
 def is_running(run_dir: Path) -> bool:
@@ -106,17 +109,6 @@ def is_running(run_dir: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def default_run_dir(recipe: str) -> Path:
-    """Return `runs/<recipe>/<time>`, with a number appended if that exists already."""
-    started = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    run_dir = Path("runs") / recipe / started
-    attempt = 1
-    while run_dir.exists():
-        attempt += 1
-        run_dir = run_dir.with_name(f"{started}_{attempt}")
-    return run_dir
 
 
 def _lock(run_dir: Path) -> int:

@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from nn.checkpoint.manager import CheckpointManager, Pause
 from nn.distributed.errors import DivergedError, RankError, StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
-from nn.models.metric import AUC
-from nn.models.tasks import auc_key, best_metric
+from nn.models.metric import AUC, best_of
+from nn.models.tasks import auc_key, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.progress import Progress
-from nn.observability.records import PROBLEM
+from nn.observability.records import PROBLEM, TEST, TRAIN
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     ENDED_BY_CALLER,
@@ -51,20 +51,10 @@ class Saving:
     stop: StopRequest
 
 
-@dataclass(frozen=True, slots=True)
-class RunOutput:
-    """The destinations of a run's records and state: run directory, terminal, checkpoints, and all that observes the loop."""
-
-    recorder: RunDirectory
-    progress: Progress
-    saving: Saving | None = None
-    observers: Observers = field(default_factory=Observers)
-    stream_rows: StreamRows | None = None  # of training rows that grow
-
-
 class Trainer:
     """The training loop.
 
+    `recorder`, `progress`, `saving` and `observers` get its records and state. `stream_rows` are training rows that grow.
     `last_step`: updates of the complete run, up to the end of its day.
     `note`: why the best evaluation so far cannot be compared with the coming ones, or None.
     """
@@ -76,22 +66,27 @@ class Trainer:
         evaluator: Evaluator,
         config: Config,
         ranks: Ranks,
-        output: RunOutput,
         state: LoopState,
+        *,
+        recorder: RunDirectory,
+        progress: Progress,
+        saving: Saving | None,
+        observers: Observers,
+        stream_rows: StreamRows | None,
     ) -> None:
         self._step = step
         self._train_loader = train_loader
         self.evaluator = evaluator
         self._config = config
         self._ranks = ranks
-        self._recorder = output.recorder
-        self.progress = output.progress
-        self.observers = output.observers
-        self.saving = saving = output.saving
-        self._stream_rows = output.stream_rows
+        self._recorder = recorder
+        self.progress = progress
+        self.observers = observers
+        self.saving = saving
+        self._stream_rows = stream_rows
         self.state = state
         self.last_step = state.day.last_step(config, train_loader.steps_per_epoch)
-        self.best_metric = best_metric(step.tasks, config.eval.best_metric)
+        self.best_metric = best_of(metrics_of(step.tasks), config.eval.best_metric)
         self.note = state.compare_by(self.best_metric, evaluator.scored)
         if step.key_maps is not None:
             step.key_maps.counts.update(state.key_counts or {})
@@ -222,12 +217,8 @@ class Trainer:
                     self.between_steps()
         self.end(prefetcher)
         has_trained_nothing = is_continuation and self.num_steps == start_step and not was_stopped
-        if has_trained_nothing or not is_done:
-            self._evaluate_last()
-
-    def _evaluate_last(self) -> None:
-        """Evaluate the model that a run ends with without a step after the latest evaluation, if there was one."""
-        if self.state.test.get("step") != self.num_steps:
+        is_evaluated = self.state.test.get("step") == self.num_steps
+        if (has_trained_nothing or not is_done) and not is_evaluated:
             self.evaluate()
 
     def start(self) -> Prefetcher:
@@ -358,7 +349,7 @@ class Trainer:
         self.state.take_evaluation(record, self.best_metric)
         self.observers.tell("on_evaluation", self, dict(record), is_final=False)
         problem = self.evaluator.problem
-        self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
+        self._recorder.write(TEST, record | ({} if problem is None else {PROBLEM: problem}))
         described = described_predictions(self._config, self.evaluator, self.num_steps)
         self._recorder.write_predictions(described)
         self.state.last_record = self.num_steps
@@ -411,7 +402,7 @@ class Trainer:
         record = self.records.take(waits=waits)
         if record is None:
             return
-        self._recorder.write_train(record)
+        self._recorder.write(TRAIN, record)
         self.progress.show_train(record)
         self.observers.tell("on_record", self, record)
 
