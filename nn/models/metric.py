@@ -130,11 +130,6 @@ METRICS = (
 """The project's metrics, in the order of the records. `eval.metrics` names further ones, and `eval.group` measures `GAUC`."""
 
 
-def default_metrics(*, is_binary: bool) -> tuple[Metric, ...]:
-    """Return the metrics that are measured without being named."""
-    return tuple(m for m in METRICS if m.is_default and m.is_binary == is_binary)
-
-
 def further_metrics(names: Sequence[str]) -> list[Metric]:
     """Return the metrics that `eval.metrics` names, those of the project in the order of the records.
 

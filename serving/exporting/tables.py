@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks
+from nn.checkpoint.tensor_index import StoredTensor, TensorIndex
 from nn.deltas.scaled_rows import quantize
 from serving.inference.tables import DTYPES, dequantized
 from serving.manifest import SCALED, Table
@@ -82,7 +82,7 @@ def _write(
 
 def _float_blocks(stored: StoredTensor) -> Iterator[Tensor]:
     """Yield the rows of a table as float32; wider than what is stored is exact."""
-    for block in blocks(stored):
+    for block in stored.blocks():
         if stored.dtype == "bfloat16":
             yield torch.from_numpy(block.view(np.int16)).view(torch.bfloat16).float()
         else:
