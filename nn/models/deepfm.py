@@ -4,19 +4,18 @@ from torch import Tensor
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import Tables, one_table_per_feature
-from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.interactions.factorization_machine import factorization_machine
 from nn.layers.mlp import MLP
 from nn.layers.numerical_embedding import NumericalEmbedding
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, VectorModel
 from nn.models.options import DeepFMOptions
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a vector
 
 
-class DeepFM(Model):
+class DeepFM(VectorModel):
     """Dense component of DeepFM (section 2.1, equations 1 to 4).
 
     logit = sum_i w_i x_i + sum_{i<j} <v_i, v_j> x_i x_j + MLP([v_1 x_1, v_2 x_2, ...])
@@ -29,9 +28,7 @@ class DeepFM(Model):
     Options = DeepFMOptions
 
     def __init__(self, options: DeepFMOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.vectors = FeatureVectors(spec, options)
-        self.prefix_columns = self.vectors.prefix_columns
+        super().__init__(options, spec)
         num_numerical = len(spec.numerical)
         self.weights = NumericalEmbedding(num_numerical, 1) if num_numerical else None
         self.deep = MLP(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.ops.fused_linear import as_autocast
 
@@ -170,6 +171,15 @@ class Model(nn.Module):
             parameter.numel() for parameter in self.parameters() if id(parameter) not in linear
         )
         return others + sum(before * after + after for before, after in self.linear_layers())
+
+
+class VectorModel(Model):
+    """A model that reads the vectors of all features, those of numerical ones first."""
+
+    def __init__(self, options: ModelConfig, spec: FeatureSpec) -> None:
+        super().__init__()
+        self.vectors = FeatureVectors(spec, options)
+        self.prefix_columns = self.vectors.prefix_columns
 
 
 class Wrapper(Model):

@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import Tables, one_table_per_feature
-from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.initialization import truncated_normal_
 from nn.layers.mlp import MLP
 from nn.layers.numerical_embedding import NumericalEmbedding
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, VectorModel
 from nn.models.options import XDeepFMOptions
 
 # B: samples, F: features, D: columns of a vector, H: vectors of a layer's input, K: of its output
@@ -41,7 +40,7 @@ class CompressedInteraction(nn.Module):
         return nn.functional.linear(pairs, self.weight.to(pairs.dtype))
 
 
-class XDeepFM(Model):
+class XDeepFM(VectorModel):
     """Dense component of xDeepFM (section 3.2, equation 9).
 
     logit = sum_i w_i x_i + MLP(vectors) + w^T [sums over D of the vectors of every `CompressedInteraction`]
@@ -53,9 +52,7 @@ class XDeepFM(Model):
     Options = XDeepFMOptions
 
     def __init__(self, options: XDeepFMOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.vectors = FeatureVectors(spec, options)
-        self.prefix_columns = self.vectors.prefix_columns
+        super().__init__(options, spec)
         num_numerical = len(spec.numerical)
         self.weights = NumericalEmbedding(num_numerical, 1) if num_numerical else None
         sizes = [self.vectors.num_features, *options.cross_layers]
