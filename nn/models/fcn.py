@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.dropout import Dropout
-from nn.layers.initialization import normal_, uniform_
+from nn.layers.initialization import initialise_without_bias_, normal_, uniform_
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import LayerNorm
 from nn.layers.tri_bce import TriBCE
@@ -55,8 +55,7 @@ class CrossBranch(nn.Module):
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw the logit's weight from a Glorot normal; its bias begins at zero."""
-        normal_(self.logit.weight, generator)
-        nn.init.zeros_(self.logit.bias)
+        initialise_without_bias_(self.logit, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, C] to logits [B]."""

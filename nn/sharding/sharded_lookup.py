@@ -18,7 +18,7 @@ from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.id_all_to_all import IdAllToAll
 from nn.sharding.local_ids import Capacity, LocalIds, RequestedIds
-from nn.sharding.placement import Placement, RankTables, RequestedTables
+from nn.sharding.placement import RankTables, RequestedTables
 from nn.sharding.pooled_rows import PooledRows
 from nn.sharding.rank_group import GroupIds, gradients_of_all_groups
 from nn.sharding.request_keys import RequestKeys
@@ -163,10 +163,13 @@ class ShardedLookup:
         self._replica_bags = tables.bags(
             placement.replicas, self._prepare_replicated.blocks, batch_size
         )
+        # Of the replicated tables that are not requested.
+        gradient_tables = [
+            LocalTable(table.lookups, replicated_gradients[number], {})
+            for table, number in zip(placement.replicas, placement.replica_numbers, strict=True)
+        ]
         self._replica_sums = tables.adding_bags(
-            _gradient_tables(placement, replicated_gradients),
-            self._prepare_replicated.blocks,
-            batch_size,
+            gradient_tables, self._prepare_replicated.blocks, batch_size
         )
         self.memory = VectorMemory(tables, batch_size, prefix_columns)
         self._sent = self.memory.of_group(tables)
@@ -385,11 +388,3 @@ class _ById(torch.autograd.Function):
         sorted_ids = ctx.sums.take_sorted(ctx.ids.local, ctx.ids.keys, ctx.ids.order)
         total = ctx.sums(sorted_ids, torch.cat(gradients)).to(ctx.dtype)
         return total, None, None, *[None] * len(gradients)
-
-
-def _gradient_tables(placement: Placement, gradients: Sequence[Tensor]) -> list[LocalTable]:
-    """Return the gradients of the replicated tables that are not requested, as tables."""
-    return [
-        LocalTable(table.lookups, gradients[number], {})
-        for table, number in zip(placement.replicas, placement.replica_numbers, strict=True)
-    ]

@@ -80,7 +80,9 @@ class ShardedTables:
         if settings.tracks_rows:
             self._touched = track_rows(placement, self._own, device)
             self._touched_replicas = TouchedReplicas(list(map(len, replicas)), device)
-            self.rekeyed = _rekeyed_rows(spec)
+            keyed = spec.dynamic_tables.items()
+            rows = {name: spec.categorical[first].cardinality for name, (first, *_) in keyed}
+            self.rekeyed = RekeyedRows(rows)
         self.rank_tables = RankTables(
             placement=placement,
             widths=[table.shape[1] for table in tables for _ in range(table.num_vectors)],
@@ -376,9 +378,3 @@ def _expansions(
 def _tensors(state: Mapping[str, object]) -> Iterator[Tensor]:
     """Yield the tensors with a row per row of the table of an optimizer's state."""
     return (value for value in state.values() if isinstance(value, Tensor) and value.dim())
-
-
-def _rekeyed_rows(spec: FeatureSpec) -> RekeyedRows:
-    """Return the tables for raw keys, of which no row has got another key."""
-    tables = spec.dynamic_tables.items()
-    return RekeyedRows({name: spec.categorical[first].cardinality for name, (first, *_) in tables})

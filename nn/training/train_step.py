@@ -75,7 +75,7 @@ def capture_blocker(config: Config, ranks: Ranks) -> str | None:
     return None if config.train.capture else "train.capture=false"
 
 
-def _autocast(amp: Amp, device_type: str) -> AbstractContextManager:
+def autocast(amp: Amp, device_type: str) -> AbstractContextManager:
     dtype = AMP_DTYPES.get(amp)
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype)
 
@@ -146,7 +146,7 @@ class TrainStep:
             gradients=self._gradients,
             readback=self._readback,
             ranks=ranks,
-            autocast=partial(_autocast, config.train.amp, ranks.device.type),
+            autocast=partial(autocast, config.train.amp, ranks.device.type),
             loss_scale=loss_scale(config),
             update_tables=Component.tables not in self.frozen,
             dense_update=self._dense_update if self._updates_dense_in_pass else None,

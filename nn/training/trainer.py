@@ -6,7 +6,6 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
@@ -78,13 +77,13 @@ class Trainer:
         self._train_loader = train_loader
         self.evaluator = evaluator
         self._config = config
-        self._ranks = ranks
-        self._recorder = recorder
+        self._ranks, self.rank = ranks, ranks.rank
+        self._recorder, self.run_dir = recorder, recorder.run_dir
         self.progress = progress
         self.observers = observers
         self.saving = saving
         self._stream_rows = stream_rows
-        self.state = state
+        self.state, self.first_step = state, state.first_step
         self.last_step = state.day.last_step(config, train_loader.steps_per_epoch)
         self.best_metric = best_of(metrics_of(step.tasks), config.eval.best_metric)
         self.note = state.compare_by(self.best_metric, evaluator.scored)
@@ -116,21 +115,8 @@ class Trainer:
         return self.state.day.position(self.num_steps)
 
     @property
-    def first_step(self) -> int:
-        """Updates behind the model that the run began with."""
-        return self.state.first_step
-
-    @property
     def ends_day(self) -> bool:
         return self.num_steps >= self.last_step or self._early_stop() is not None
-
-    @property
-    def rank(self) -> int:
-        return self._ranks.rank
-
-    @property
-    def run_dir(self) -> Path:
-        return self._recorder.run_dir
 
     def facts(self) -> dict[str, Any]:
         capacity = self._step.runner.request_capacity.facts()
