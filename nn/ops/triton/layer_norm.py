@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from nn.ops.column_blocks import GradientBlocks
 from nn.ops.dropout_mask import DropoutMask
 from nn.ops.triton.column_sums import column_sums
-from nn.ops.triton.dropout import is_kept, row_bits
+from nn.ops.triton.dropout import is_kept, mask_arguments, row_bits
 
 # R: rows, C: columns, P: programs
 
@@ -44,7 +44,13 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, swish: bool = False
 ) -> Tensor:
     """Map [..., C] to LN(x) or, if `swish`, to x * sigmoid(LN(x)), in the same dtype."""
-    return _Norm.apply(x, weight, bias, eps, swish)
+    return _Norm.apply(x, weight, bias, eps, swish, False)
+
+
+@torch.compiler.disable
+def norm_beside(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return LN(x), and x for what is beside the norm, whose gradient the norm's kernel adds."""
+    return _Norm.apply(x, weight, bias, eps, False, True)
 
 
 @torch.compiler.disable
@@ -71,27 +77,27 @@ def gate(
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, swish: bool
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, swish: bool, beside: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         x = x.contiguous()
         ctx.save_for_backward(x, weight, bias)
         ctx.options = eps, swish
         out = torch.empty_like(x)
         rows, programs, shape, num_warps = _layout(x, FORWARD, SWISH=swish)
         _norm[(programs,)](x, weight, bias, out, rows, eps, shape, num_warps=num_warps)
-        return out
+        return (out, x) if beside else out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *beside: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         eps, swish = ctx.options
         of_x = torch.empty_like(x)
         rows, programs, shape, num_warps = _layout(x, BACKWARD, SWISH=swish)
         sums = _partial_sums(x, programs)
-        inputs = grad.contiguous(), x, weight, bias
+        inputs = grad.contiguous(), x, weight, bias, beside[0].contiguous() if beside else None
         _norm_gradient[(len(sums),)](*inputs, of_x, sums, rows, eps, shape, num_warps=num_warps)
-        return of_x, *_total(sums, weight), None, None
+        return of_x, *_total(sums, weight), None, None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -155,11 +161,7 @@ def _gate_arguments(
     """Return the programs of a gate's kernel as `_layout`, and its arguments but the matrices and parameters."""
     options = {"WIDTH": (3 if concat else 1) * a.shape[1], "DROPS": mask is not None}
     rows, programs, shape, num_warps = _layout(a, elements, **options)
-    arguments = {"at": (*at, u, u), "key": 0, "threshold": 0, "scale": 1.0}
-    if mask is not None:
-        counters = (*(mask.shifted(rows, at) or at), mask.step, mask.first_row)
-        arguments = {"at": counters, "key": mask.key, "threshold": mask.threshold}
-        arguments["scale"] = mask.scale
+    arguments = mask_arguments(mask, rows, at, u)
     arguments |= {"rows": rows, "u_stride": u.stride(0), "eps": eps, "S": shape}
     return programs, arguments | {"num_warps": num_warps}
 
@@ -233,7 +235,7 @@ def _norm(x, weight, bias, out, rows, eps, S: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _norm_gradient(grad, x, weight, bias, of_x, sums, rows, eps, S: tl.constexpr):
+def _norm_gradient(grad, x, weight, bias, beside, of_x, sums, rows, eps, S: tl.constexpr):
     column, factor, shift = parameters(weight, bias, S)
     of_weight, of_bias = zeros(S), zeros(S)
     for block in range(tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)):
@@ -251,6 +253,8 @@ def _norm_gradient(grad, x, weight, bias, of_x, sums, rows, eps, S: tl.constexpr
         result = input_gradient(slope * factor, normalised, rstd, S)
         if S.SWISH:
             result += direct
+        if beside is not None:
+            result += load(beside, offset, inside)
         store(of_x, offset, result, inside)
     store_sums(sums, of_weight, of_bias, column, S)
 
