@@ -38,7 +38,7 @@ from nn.build import (
     open_source,
 )
 from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
-from nn.checkpoint.manager import CheckpointManager
+from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.staging import StagingBuffer, num_bytes
 from nn.checkpoint.state import facts_of, restore
 from nn.distributed.process_group import HostChannel, Ranks, process_group, ranks_from_environment
@@ -91,7 +91,7 @@ def measured(
         directory.mkdir(parents=True, exist_ok=True)
         facts = facts_of(config, model_spec(config, source), ranks)
         manager = CheckpointManager(
-            directory, step, facts, source.spec, config.checkpoint, ranks, getLogger()
+            directory, step, SavedRun(facts, source.spec), config.checkpoint, ranks, getLogger()
         )
         batches = loader.batches(0, MOST_STEPS)
         run = Steps(step, Prefetcher(batches, step.runner, ranks.device), ranks, channel)

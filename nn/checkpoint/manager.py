@@ -43,6 +43,13 @@ BYTES_PER_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
+class SavedRun:
+    facts: Mapping[str, Any]
+    spec: FeatureSpec
+    mirror: CheckpointMirror | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Time for which training stands still for a save; times are those of `time.perf_counter`."""
 
@@ -63,28 +70,23 @@ class Pause:
 
 
 class CheckpointManager:
-    """Writer of one checkpoint at a time, by all ranks alike; one that fails is reported, and the next save tries again.
-
-    `facts` and `spec` are those of the run, whose `mirror` gets what is complete.
-    """
+    """Writer of one checkpoint at a time, by all ranks alike; one that fails is reported, and the next save tries again."""
 
     def __init__(
         self,
         directory: Path,
         step: Trained,
-        facts: Mapping[str, Any],
-        spec: FeatureSpec,
+        run: SavedRun,
         config: CheckpointConfig,
         ranks: Ranks,
         logger: Logger,
         heartbeat: Heartbeat | None = None,
-        mirror: CheckpointMirror | None = None,
     ) -> None:
         self.directory = directory
         self._step = step
-        self._facts = dict(facts)
-        self._spec = spec
-        self._mirror = mirror
+        self._facts = dict(run.facts)
+        self._spec = run.spec
+        self._mirror = run.mirror
         self._config = config
         self._ranks = ranks
         self._logger = logger

@@ -15,7 +15,7 @@ from dataloading.loader import Loader
 from dataloading.stream_source import StreamSource
 from nn.build import TRAIN_SPLIT, model_spec
 from nn.checkpoint.directory import CHECKPOINTS, DELTAS
-from nn.checkpoint.manager import CheckpointManager
+from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
 from nn.checkpoint.run_facts import DAY_FACTS, FORGOTTEN
 from nn.checkpoint.state import facts_of, trainer_rows
@@ -49,7 +49,7 @@ from nn.training.evaluator import Evaluator
 from nn.training.limits import EvalSteps
 from nn.training.loop_state import LoopState, Origin
 from nn.training.stream_rows import StreamRows
-from nn.training.trainer import Saving, Trainer
+from nn.training.trainer import RunOutput, Saving, Trainer
 
 EVALUATED_ROW = 1 / 3
 """Time of a row that is evaluated, as part of that of one that is trained: the forward pass alone."""
@@ -127,19 +127,9 @@ def open_training(
 
             path = Path(config.log.prometheus)
             own.append(PrometheusFile(path, str(session.recorder.run_dir), session.logger))
-        trainer = Trainer(
-            session.step,
-            loader,
-            evaluator,
-            config,
-            ranks,
-            state,
-            recorder=session.recorder,
-            progress=progress,
-            saving=saving,
-            observers=Observers([one for one in own if one is not None], users),
-            stream_rows=_stream(session),
-        )
+        observers_of_run = Observers([one for one in own if one is not None], users)
+        output = RunOutput(session.recorder, progress, saving, observers_of_run, _stream(session))
+        trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
         if start.is_continuation and not start.day.is_new and ranks.is_rank0:
@@ -281,13 +271,11 @@ def _checkpoint_manager(
     return CheckpointManager(
         directory,
         session.step,
-        _run_facts(session),
-        session.source.spec,
+        SavedRun(_run_facts(session), session.source.spec, mirror),
         config.checkpoint,
         ranks,
         session.logger,
         heartbeat,
-        mirror,
     )
 
 

@@ -29,7 +29,7 @@ TERMS = ("ids", "embeddings", "gradients", "dense gradients")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a rank sends per training step over one kind of link."""
+    """Bytes that a rank sends per training step over one kind of link, and their messages."""
 
     name: str
     rank: int

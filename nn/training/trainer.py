@@ -50,10 +50,20 @@ class Saving:
     stop: StopRequest
 
 
+@dataclass(frozen=True, slots=True)
+class RunOutput:
+    """The destinations of a run's records and state: run directory, terminal, checkpoints, and all that observes the loop."""
+
+    recorder: RunDirectory
+    progress: Progress
+    saving: Saving | None
+    observers: Observers
+    stream_rows: StreamRows | None  # of training rows that grow
+
+
 class Trainer:
     """The training loop.
 
-    `recorder`, `progress`, `saving` and `observers` get its records and state. `stream_rows` are training rows that grow.
     `last_step`: updates of the complete run, up to the end of its day.
     `note`: why the best evaluation so far cannot be compared with the coming ones, or None.
     """
@@ -65,24 +75,19 @@ class Trainer:
         evaluator: Evaluator,
         config: Config,
         ranks: Ranks,
+        output: RunOutput,
         state: LoopState,
-        *,
-        recorder: RunDirectory,
-        progress: Progress,
-        saving: Saving | None,
-        observers: Observers,
-        stream_rows: StreamRows | None,
     ) -> None:
         self._step = step
         self._train_loader = train_loader
         self.evaluator = evaluator
         self._config = config
         self._ranks, self.rank = ranks, ranks.rank
-        self._recorder, self.run_dir = recorder, recorder.run_dir
-        self.progress = progress
-        self.observers = observers
-        self.saving = saving
-        self._stream_rows = stream_rows
+        self._recorder, self.run_dir = output.recorder, output.recorder.run_dir
+        self.progress = output.progress
+        self.observers = output.observers
+        self.saving = saving = output.saving
+        self._stream_rows = output.stream_rows
         self.state, self.first_step = state, state.first_step
         self.last_step = state.day.last_step(config, train_loader.steps_per_epoch)
         self.best_metric = best_of(metrics_of(step.tasks), config.eval.best_metric)

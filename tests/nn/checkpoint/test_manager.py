@@ -23,7 +23,7 @@ from nn.checkpoint.directory import (
     step_of,
     unfinished,
 )
-from nn.checkpoint.manager import CheckpointManager
+from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.state import facts_of, restore
 from nn.tiers.host_rows import HostRows
 from tests.helpers.command import run_command
@@ -208,8 +208,7 @@ def manager_of(built: Built, directory: Path) -> CheckpointManager:
     return CheckpointManager(
         directory,
         built.step,
-        facts,
-        built.source.spec,
+        SavedRun(facts, built.source.spec),
         keep_one,
         built.ranks,
         getLogger(),
