@@ -13,6 +13,7 @@ from torch import Tensor
 
 from configs.user_objects import described, load_user_object
 from dataloading.batch import Batch
+from nn.metrics import measures
 from nn.metrics.late_auc import LateAuc
 from nn.metrics.measured_rows import MeasuredRows, RowGather
 from nn.metrics.prediction_curves import describe_predictions, score_buckets
@@ -114,7 +115,7 @@ class TaskMetrics:
     def _value(self, metric: Metric, rows: MeasuredRows) -> float:
         """Return a metric; ValueError if one of the user's fails, or returns no number."""
         try:
-            compute = metric.compute
+            compute = metric.compute or getattr(measures, metric.name)
             if isinstance(compute, str):
                 compute = load_user_object(compute, f"the metric {metric.name}")
             return float(compute(rows))
