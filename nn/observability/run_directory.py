@@ -19,11 +19,11 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from logging import Logger
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from configs.messages import on_one_line, os_error_text
 from dataloading.dataset.documents import parse_yaml, read_json
@@ -100,7 +100,7 @@ def to_json_value(value: Any) -> Any:
     return value
 
 
-class RunDirectory:
+class RunDirectory(AbstractContextManager["RunDirectory"]):
     """Writer of the run directory; every method is a no-op on ranks other than 0.
 
     Every file is complete or absent: a start that is killed, or that fills the disk, leaves no part of a file. `run_dir`: an
@@ -151,9 +151,6 @@ class RunDirectory:
                     first_step=0 if kept is None else kept.step + 1,
                 )
             )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *rest: object
@@ -231,8 +228,8 @@ class RunDirectory:
     def write(self, group: str, record: Mapping[str, Any]) -> None:
         """Append a record, whose `step` is the number of finished steps.
 
-        `group`: `TRAIN`, or of an evaluation `TEST`, `FINAL`, or `DAY` on the rows of another day. With the key `FINAL` it follows
-        the last checkpoint, of a run or of a day.
+        `group`: `TRAIN`, or of an evaluation `TEST`, `FINAL`, or `DAY` on the rows of another day. With the key `FINAL` it
+        follows the last checkpoint, of a run or of a day.
         """
         if self._metrics is None:
             return

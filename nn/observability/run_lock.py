@@ -1,12 +1,11 @@
 """Lock of a run directory, so that two runs never read, rename and write one directory at the same time."""
 
 import os
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from itertools import count
 from logging import Logger
 from pathlib import Path
-from typing import Self
 
 from dataloading.dataset.durable_files import UnlockableError, lock_directory, lock_file
 
@@ -14,7 +13,7 @@ LOCK_FILE = ".lock"
 """Locked instead of the directory where the file system locks files only, as NFS."""
 
 
-class RunLock:
+class RunLock(AbstractContextManager["RunLock"]):
     """Lock of the run directory of this process; a context manager that releases it.
 
     Only rank 0 takes it, before it reads or renames anything in the directory. The lock ends with the process at the latest.
@@ -24,9 +23,6 @@ class RunLock:
         self.logger = logger
         self._run_dir: Path | None = None
         self._descriptor: int | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._descriptor is not None:

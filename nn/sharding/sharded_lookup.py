@@ -31,8 +31,6 @@ from nn.tiers.slot_ids import SlotIds
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
 
-NO_REQUESTS = Capacity()
-
 
 @dataclass(frozen=True, slots=True)
 class SortedRequest:
@@ -117,7 +115,7 @@ class ShardedLookup:
         self,
         tables: RankTables,
         batch_size: int,
-        capacity: Capacity = NO_REQUESTS,
+        capacity: Capacity,
         *,
         replicated_gradients: Sequence[Tensor],
         prefix_columns: int,
