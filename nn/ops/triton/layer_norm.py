@@ -24,6 +24,9 @@ PROGRAMS = 528
 """Most programs of the backward pass: 4 for each multiprocessor of an H100."""
 # Numbers of a matrix that a program reads at once, if a row has no more.
 FORWARD, BACKWARD, GATE_FORWARD, GATE_BACKWARD = 4096, 2048, 2048, 1024
+WIDE = 512
+"""Columns from which the backward pass takes a row at once, by few warps that load the next ones meanwhile."""
+WIDE_PROGRAMS, WIDE_STAGES = 2112, 3
 
 
 class Shape(NamedTuple):
@@ -35,6 +38,7 @@ class Shape(NamedTuple):
     WIDTH: int = 0  # columns of a gate's result
     SWISH: bool = False
     DROPS: bool = False
+    STAGES: int = 1  # rows that are on their way at once, in the backward pass
     T: int = 1  # tokens, and whether they are mixed, of `nn.ops.triton.rankmixer`
     MIXES: bool = False
 
@@ -93,7 +97,7 @@ class _Norm(torch.autograd.Function):
         x, weight, bias = ctx.saved_tensors
         eps, swish = ctx.options
         of_x = torch.empty_like(x)
-        rows, programs, shape, num_warps = _layout(x, BACKWARD, SWISH=swish)
+        rows, programs, shape, num_warps = _backward_layout(x, BACKWARD, SWISH=swish)
         sums = _partial_sums(x, programs)
         inputs = grad.contiguous(), x, weight, bias, beside[0].contiguous() if beside else None
         _norm_gradient[(len(sums),)](*inputs, of_x, sums, rows, eps, shape, num_warps=num_warps)
@@ -116,7 +120,7 @@ class _Gate(torch.autograd.Function):
         u = u if u.stride(1) == 1 else u.contiguous()
         ctx.save_for_backward(u, a, weight, bias)
         ctx.options = options
-        programs, rest = _gate_arguments(u, a, GATE_FORWARD, *options)
+        programs, rest = _gate_arguments(u, a, *options)
         out = a.new_empty(len(a), rest["S"].WIDTH)
         _gate[(programs,)](u, a, weight, bias, out, **rest)
         return out
@@ -127,7 +131,7 @@ class _Gate(torch.autograd.Function):
         u, a, weight, bias = ctx.saved_tensors
         of_u = torch.empty_like(a) if ctx.gradients is None else ctx.gradients.block(0)
         of_a = torch.empty_like(a)
-        programs, rest = _gate_arguments(u, a, GATE_BACKWARD, *ctx.options)
+        programs, rest = _gate_arguments(u, a, *ctx.options, is_backward=True)
         sums = _partial_sums(a, programs)
         results = of_u, of_a, sums
         rest["of_u_stride"] = of_u.stride(0)
@@ -144,6 +148,16 @@ def _layout(x: Tensor, elements: int, **options: Any) -> tuple[int, int, Shape, 
     return rows, programs, shape, min(max(shape.BLOCK_C // 512, 4), 16)
 
 
+def _backward_layout(x: Tensor, elements: int, **options: Any) -> tuple[int, int, Shape, int]:
+    """Return what `_layout` does, with at most as many programs as have sums of their own."""
+    block = triton.next_power_of_2(x.shape[-1])
+    if block < WIDE:
+        rows, programs, shape, num_warps = _layout(x, elements, **options)
+        return rows, min(programs, PROGRAMS), shape, num_warps
+    rows, programs, shape, _ = _layout(x, block, STAGES=WIDE_STAGES, **options)
+    return rows, min(programs, WIDE_PROGRAMS), shape, min(block // 256, 16)
+
+
 def shape_of(x: Tensor, elements: int, **options: Any) -> Shape:
     block = triton.next_power_of_2(x.shape[-1])
     return Shape(x.shape[-1], block, max(elements // block, 1), **options)
@@ -152,15 +166,19 @@ def shape_of(x: Tensor, elements: int, **options: Any) -> Shape:
 def _gate_arguments(
     u: Tensor,
     a: Tensor,
-    elements: int,
     eps: float,
     mask: DropoutMask | None,
     at: tuple[Tensor, Tensor],
     concat: bool,
+    *,
+    is_backward: bool = False,
 ) -> tuple[int, dict[str, Any]]:
     """Return the programs of a gate's kernel as `_layout`, and its arguments but the matrices and parameters."""
     options = {"WIDTH": (3 if concat else 1) * a.shape[1], "DROPS": mask is not None}
-    rows, programs, shape, num_warps = _layout(a, elements, **options)
+    layout, elements = _layout, GATE_FORWARD
+    if is_backward:
+        layout, elements = _backward_layout, GATE_BACKWARD
+    rows, programs, shape, num_warps = layout(a, elements, **options)
     arguments = mask_arguments(mask, rows, at, u)
     arguments |= {"rows": rows, "u_stride": u.stride(0), "eps": eps, "S": shape}
     return programs, arguments | {"num_warps": num_warps}
@@ -168,7 +186,7 @@ def _gate_arguments(
 
 def _partial_sums(x: Tensor, programs: int) -> Tensor:
     """Return the memory of the sums of each program for weight and bias, [P, 2 C]."""
-    return x.new_empty(min(programs, PROGRAMS), 2 * x.shape[-1], dtype=torch.float32)
+    return x.new_empty(programs, 2 * x.shape[-1], dtype=torch.float32)
 
 
 def _total(sums: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -238,7 +256,8 @@ def _norm(x, weight, bias, out, rows, eps, S: tl.constexpr):
 def _norm_gradient(grad, x, weight, bias, beside, of_x, sums, rows, eps, S: tl.constexpr):
     column, factor, shift = parameters(weight, bias, S)
     of_weight, of_bias = zeros(S), zeros(S)
-    for block in range(tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)):
+    begin, blocks, step = tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)
+    for block in tl.range(begin, blocks, step, num_stages=S.STAGES):
         row = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R)[:, None]
         inside = (row < rows) & (column < S.C)
         offset = row.to(tl.int64) * S.C + column
@@ -320,7 +339,8 @@ def _gate_gradient(
 ):
     column, factor, shift = parameters(weight, bias, S)
     of_weight, of_bias = zeros(S), zeros(S)
-    for block in range(tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)):
+    begin, blocks, step = tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)
+    for block in tl.range(begin, blocks, step, num_stages=S.STAGES):
         row = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R)
         bits, first = 0, 0
         if S.DROPS:

@@ -199,7 +199,9 @@ def build_layer_norm() -> None:
         matrices = dict.fromkeys(("x", "u", "a", "grad", "out", "of_x", "beside"), dtype)
         dtypes, block = matrices | of_columns | numbers, next_power_of_2(columns)
         width = columns * (3 if chosen else 1)
-        shape = kernels.Shape(columns, block, 2048 // block, width, chosen, chosen)
+        is_wide = block >= kernels.WIDE
+        rows, stages = (1, kernels.WIDE_STAGES) if is_wide else (2048 // block, 1)
+        shape = kernels.Shape(columns, block, rows, width, chosen, chosen, stages)
         aligned = [*matrices, *of_columns, "u_stride", "of_u_stride"] * (columns != 100)
         for kernel in (kernels._norm, kernels._norm_gradient, kernels._gate):
             build(kernel, dtypes, aligned=aligned, S=shape)

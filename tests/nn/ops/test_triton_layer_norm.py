@@ -106,9 +106,11 @@ def test_the_interpreted_norms_are_exact(form, monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 3)
     for name in ("FORWARD", "BACKWARD", "GATE_FORWARD", "GATE_BACKWARD"):
         monkeypatch.setattr(kernels, name, 256)
+    monkeypatch.setattr(kernels, "WIDE_PROGRAMS", 2)
     for columns in (16, 100):
         for rows in ROWS:
             check(form, rows, columns, "cpu", torch.float32)
+    check(form, 7, 600, "cpu", torch.float32)
 
 
 @needs_one_gpu
