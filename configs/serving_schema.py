@@ -51,8 +51,7 @@ class ModelExportConfig(Section):
         None, "cpu or cuda: write it as machine code of AOTInductor for this device too; null: no"
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         if self.name is not None:
             require_model_name(self.name)
 
@@ -132,8 +131,7 @@ class ServerConfig(Section):
         None, "threads of a batch; null: one per core, at most 4 with device=cuda", most=4096, gt=0
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.max_memory_mib >= self.max_body_mib,
             f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}",
@@ -187,8 +185,7 @@ class TritonConfig(Section):
         "empty if they are installed there",
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         is_ensemble = self.layout is Layout.ensemble
         require(
             not (
@@ -212,8 +209,7 @@ class RollbackConfig(Section):
         None, "withdraw all before this one, so that it decides inputs and outputs", most=1 << 62
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.version is None or self.before is None,
             "version and before are both set; version=N withdraws all after N, before=N all before it",
@@ -299,8 +295,7 @@ class LatencyConfig(ClientConfig):
     )
     output: str | None = option(None, "folder for latency.csv and latency.png", path=True)
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             bool(self.concurrency or self.rates), "concurrency and rates are empty; name a load"
         )

@@ -198,7 +198,7 @@ def _sequence(log: EventLog, inputs: _Inputs) -> RawSequence:
             f"the events {shown(log.name)} are of source {shown(log.source)}, and a server takes raw values of those that are "
             "rows; leave fitted out, and send ids and numbers"
         )
-    events = _Inputs(inputs.state, inputs.table, inputs.vocabularies)
+    events = _Inputs(inputs.state, inputs.vocabularies)
     features = [_categorical(inputs.features[name], events) for name in log.of]
     numbers = [
         RawNumber(name=name, **events.values(number), transforms=[], fitted=[])

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks
+from nn.checkpoint.tensor_index import StoredTensor, TensorIndex
 from nn.deltas.scaled_rows import quantize
 from nn.deltas.table_rows import converted
 from serving.inference.tables import DTYPES, dequantized
@@ -58,7 +58,7 @@ def _write(
     first, error = 0, 0.0
     scale = (directory / table.scale_file).open("xb") if dtype in SCALED else None
     with (directory / table.file).open("xb") as stream:
-        for numbers in blocks(stored):
+        for numbers in stored.blocks():
             # Wider than what is stored, so exact.
             block = torch.from_numpy(converted(numbers, stored.dtype, "float32"))
             begin, end = np.searchsorted(wanted, (first, first + len(block)))

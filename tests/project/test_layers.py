@@ -134,7 +134,7 @@ SUBPACKAGES = {
         "nn.plots",
         "nn.tiers",
     },
-    "nn.metrics": {"nn.models"},
+    "nn.metrics": {"nn.models", "nn.ops"},
     "nn.training": {
         "nn.checkpoint",
         "nn.distributed",

@@ -16,7 +16,7 @@ from configs.serving_schema import ForgetConfig, TableType
 from dataloading.dataset.durable_files import edited_copy, exclusive, lock_directory
 from nn.checkpoint import forgetting as forgetting_of_rows
 from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
-from nn.checkpoint.tensor_index import Chunk, StoredTensor, blocks, read_index
+from nn.checkpoint.tensor_index import Chunk, StoredTensor, read_index
 from nn.export.tables import Selection, export_tables
 from preproc.forgetting import ids_of
 from preproc.vocabulary_file import check_vocabulary
@@ -51,7 +51,7 @@ def served(data, tmp_path) -> Path:
 
 
 def array(directory: Path, name: str) -> np.ndarray:
-    return np.concatenate([*blocks(read_index(directory).tensors[name])])
+    return np.concatenate([*read_index(directory).tensors[name].blocks()])
 
 
 def forgetting(root: Path, values: list, *directories: Path, feature: str = "user") -> int:
