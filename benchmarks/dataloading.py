@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from benchmarks.launch import command_parser
-from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
@@ -36,15 +35,6 @@ WRITE_ROWS = 262_144
 PEER = (
     "16.5 M rows/s: NVIDIA's PyTorch DLRM on 8 A100 (AMP, CUDA graphs), the fastest they published"
 )
-
-
-class UncheckedSource(BinarySource):
-    """Binary source without the check of ids, to measure the cost of the check."""
-
-    @staticmethod
-    def out_of_range(ids: np.ndarray, cardinality: int) -> bool:
-        """Return False for all ids."""
-        return False
 
 
 def write_rows(root: Path, num_rows: int, file_format: str) -> None:
@@ -139,9 +129,6 @@ def write_sources(folder: Path, num_rows: int) -> tuple[dict[str, Source], dict[
         root = folder / file_format
         write_rows(root, num_rows, file_format)
         sources[file_format], row_bytes[file_format] = open_rows(root, file_format)
-        if file_format == "binary":
-            sources["binary, unchecked"] = UncheckedSource(sources["binary"].spec)
-            row_bytes["binary, unchecked"] = row_bytes["binary"]
     return sources, row_bytes
 
 

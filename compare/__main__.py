@@ -6,10 +6,9 @@ if __name__ == "__main__":
 
     end_at_once_on_signals()
 
-from functools import partial
 from pathlib import Path
 
-from compare.arguments import with_directories
+from compare.arguments import with_runs
 from compare.report import print_comparison
 from compare.run_record import RunRecord, find_runs
 from compare.table import as_csv, as_json, names_of, rows_of
@@ -80,5 +79,4 @@ def _check_outputs(config: CompareConfig) -> None:
 
 
 if __name__ == "__main__":
-    with_runs = partial(with_directories, schema=CompareConfig, option="runs")
     command(compare, CompareConfig, "compare", ("runs",), arguments=with_runs)

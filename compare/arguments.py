@@ -4,15 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from configs.arguments import quoted
+from configs.many_runs_schema import CompareConfig
 from configs.options import describe
 
 
-def with_directories(arguments: Sequence[str], schema: type, option: str) -> list[str]:
-    """Return the arguments with all directories as one option.
+def with_runs(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with all directories as one option, `runs`.
 
     An argument is a directory if it names no option: no `=`, or one in the name of a path, such as `many/00-lr=0.1`.
     """
-    names = {name for name, _ in describe(schema)}
+    names = {name for name, _ in describe(CompareConfig)}
     directories: list[str] = []
     others: list[str] = []
     for argument in arguments:
@@ -22,4 +23,4 @@ def with_directories(arguments: Sequence[str], schema: type, option: str) -> lis
         (directories if is_path and not is_option and argument else others).append(argument)
     if not directories:
         return others
-    return [*others, f"{option}=[{','.join(map(quoted, directories))}]"]
+    return [*others, f"runs=[{','.join(map(quoted, directories))}]"]

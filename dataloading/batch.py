@@ -80,16 +80,9 @@ class Batch:
         """Return a copy of the batch that has larger capacities."""
         memory = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self.memory.device)
         copy = Batch(memory, layout, self.num_valid, self.global_valid)
-        for mine, larger in (
-            (self.numerical, copy.numerical),
-            (self.labels, copy.labels),
-            (self.weights, copy.weights),
-            (self.keep_rates, copy.keep_rates),
-            (self.global_rows, copy.global_rows),
-            *zip(self.teachers.values(), copy.teachers.values(), strict=True),
-        ):
-            if mine is not None and larger is not None:
-                larger.copy_(mine)
+        for own, other in zip(self.layout.columns, layout.columns, strict=True):
+            if own.shape == other.shape:  # others depend on the capacities
+                _view(memory, other).copy_(_view(self.memory, own))
         copy.flat_ids.fill_(NO_ID)
         for name, count in self.layout.counts.items():
             mine = self.flat_ids[self.layout.firsts[name] :]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dataloading.dataset.source import BatchTarget, Columns, DerivedSource, Keys, Source
+from dataloading.dataset.source import DerivedSource, Source
 
 TRAIN, VALIDATION = "train", "validation"
 
@@ -40,23 +40,10 @@ class HeldOutSource(DerivedSource):
         )
 
     def granule(self, split: str) -> int:
-        return self._source.granule(_stored(split))
+        return self._source.granule(TRAIN if split == VALIDATION else split)
 
     def before_fork(self, split: str, num_processes: int) -> None:
-        self._source.before_fork(_stored(split), num_processes)
+        self._source.before_fork(TRAIN if split == VALIDATION else split, num_processes)
 
-    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
-        moved = runs + self._border if split == VALIDATION else runs
-        return self._source.read(_stored(split), moved, into)
-
-    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
-        moved = runs + self._border if split == VALIDATION else runs
-        return self._source.event_counts(_stored(split), moved)
-
-    def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
-        moved = runs + self._border if split == VALIDATION else runs
-        return self._source.read_keys(_stored(split), moved, feature)
-
-
-def _stored(split: str) -> str:
-    return TRAIN if split == VALIDATION else split
+    def _stored(self, split: str, runs: np.ndarray) -> tuple[str, np.ndarray]:
+        return (TRAIN, runs + self._border) if split == VALIDATION else (split, runs)

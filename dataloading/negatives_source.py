@@ -4,14 +4,7 @@ import numpy as np
 
 from configs.messages import shown
 from configs.schema import DrawRule, NegativesConfig
-from dataloading.dataset.source import (
-    EPOCH_ROWS,
-    BatchTarget,
-    Columns,
-    DerivedSource,
-    Keys,
-    Source,
-)
+from dataloading.dataset.source import EPOCH_ROWS, BatchTarget, Columns, DerivedSource, Source
 from dataloading.gather import expand
 from dataloading.randomness import stream_key, uniform
 
@@ -79,7 +72,7 @@ class NegativesSource(DerivedSource):
 
     def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
         rows = expand(runs)
-        found = self._source.read(split, self._stored(rows), into)
+        found = super().read(split, runs, into)
         negatives = np.flatnonzero(rows % EPOCH_ROWS % self._size)
         found.labels[negatives] = 0
         own = found.ids[self._features[0]][negatives]
@@ -96,22 +89,16 @@ class NegativesSource(DerivedSource):
             waiting = waiting[~good]
             if not len(waiting):
                 return found
-        row = self._stored(rows[negatives[waiting[:1]]])[0, 0]
+        row = rows[negatives[waiting[0]]] % EPOCH_ROWS // self._size
         raise ValueError(
             f"data.negatives: {DRAWS} draws gave no other item for row {row} of split '{split}'; lower the items that it must "
             "not have (data.negatives.history), or leave negatives out"
         )
 
-    def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
-        return self._source.event_counts(split, self._stored(expand(runs)))
-
-    def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
-        return self._source.read_keys(split, self._stored(expand(runs)), feature)
-
-    def _stored(self, rows: np.ndarray) -> np.ndarray:
+    def _stored(self, split: str, runs: np.ndarray) -> tuple[str, np.ndarray]:
         """Return the rows of the source that rows are made of, as runs of one row each."""
-        first = rows % EPOCH_ROWS // self._size
-        return np.stack([first, first + 1], axis=1)
+        first = expand(runs) % EPOCH_ROWS // self._size
+        return split, np.stack([first, first + 1], axis=1)
 
     def _taken(self, found: Columns, num_rows: int) -> np.ndarray:
         """Return the items of histories, as `_pairs`."""

@@ -29,7 +29,7 @@ class SyntheticSource(Source):
 
     `cardinalities`: rows of each table, by the name of its feature; without names they are cat_0, cat_1 and so on.
     Names change no value. `hotness`: ids per row of each feature; empty: one for all features. `exponent`: of the ids'
-    power law; 0 is uniform.
+    power law; 0 is uniform. `history`: features whose tables past events have ids of, on which labels then depend too.
     """
 
     def __init__(
@@ -41,6 +41,9 @@ class SyntheticSource(Source):
         hotness: Sequence[int] = (),
         exponent: float = 1.05,
         seed: int = 0,
+        history: Sequence[str] = (),
+        history_length: float = 20.0,
+        history_max_length: int = 100,
     ) -> None:
         hotness = list(hotness) or [1] * len(cardinalities)
         if not isinstance(cardinalities, Mapping):
@@ -61,11 +64,24 @@ class SyntheticSource(Source):
         self._seed = seed
         self._hotness = hotness
         self._history: SyntheticHistory | None = None
-        self._calibrate()
+        if history:
+            features = {feature.name: feature for feature in self.spec.categorical}
+            liked = [features[name] for name in history]
+            self._history = SyntheticHistory(
+                liked, history_length, history_max_length, exponent, self._key
+            )
+            self.spec = replace(
+                self.spec,
+                categorical=self.spec.categorical + self._history.features,
+                sequences=(self._history.group,),
+            )
+        self._teacher = Teacher(self.spec, seed)
+        sample, _ = self._make("calibration", np.arange(CALIBRATION_ROWS, dtype=np.uint64))
+        self._teacher.calibrate(sample.numerical, self._bags(sample), self._events(sample))
 
     @classmethod
     def of(cls, stream: SyntheticConfig, seed: int) -> "SyntheticSource":
-        source = cls(
+        return cls(
             stream.train_rows,
             stream.test_rows,
             stream.num_numerical,
@@ -73,27 +89,10 @@ class SyntheticSource(Source):
             stream.hotness,
             stream.exponent,
             seed,
+            stream.history,
+            stream.history_length,
+            stream.history_max_length,
         )
-        if stream.history:
-            source.add_history(stream.history, stream.history_length, stream.history_max_length)
-        return source
-
-    def add_history(self, names: Sequence[str], mean_length: float, max_length: int) -> None:
-        """Add past events, on which labels then depend too; `names`: of features whose tables their ids are of."""
-        features = {feature.name: feature for feature in self.spec.categorical}
-        liked = [features[name] for name in names]
-        self._history = SyntheticHistory(liked, mean_length, max_length, self._exponent, self._key)
-        self.spec = replace(
-            self.spec,
-            categorical=self.spec.categorical + self._history.features,
-            sequences=(self._history.group,),
-        )
-        self._calibrate()
-
-    def _calibrate(self) -> None:
-        self._teacher = Teacher(self.spec, self._seed)
-        sample, _ = self._make("calibration", np.arange(CALIBRATION_ROWS, dtype=np.uint64))
-        self._teacher.calibrate(sample.numerical, self._bags(sample), self._events(sample))
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         raise AssertionError("synthetic clicks have no raw keys")

@@ -11,23 +11,13 @@ the bytes of the value for equal counts, so exchanged ids are found without a ch
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from configs.messages import printable, shortened, shown
 from configs.preproc_schema import Mode, PreprocConfig, VocabularyRows
-from configs.table_schema import (
-    EMPTY_ITEMS,
-    Categorical,
-    EventLists,
-    EventLog,
-    History,
-    Numerical,
-    TableConfig,
-    is_number,
-    num_fitted,
-)
+from configs.table_schema import TableConfig, is_number, num_fitted
 from dataloading.dataset.dataset_directory import checksums_of
 from dataloading.dataset.documents import read_json, read_yaml
 from dataloading.dataset.feature_spec import SPEC_NAME
@@ -58,22 +48,18 @@ AGAIN = "copy the dataset again, or fit again"
 @dataclass(frozen=True, slots=True)
 class FittedState:
     directory: Path  # of the dataset that holds it
+    table: TableConfig  # the description of its rows, with `${source}` for the option
     statistics: dict[str, list[list[float]]]  # fitted numbers per numerical feature and transform
     text_columns: TextColumns
     files: dict[str, dict[str, Any]]  # bytes and CRC-32 of each file, as they were compared
     lineage: Lineage = field(default_factory=Lineage)  # its day and its identity
     limits: Mapping[str, Any] = field(default_factory=dict)
-    missing: Sequence[str] = ()  # texts that were missing values in its columns of text
-    # of its description; `unknown` if an earlier version has made the fit
-    empty_items: str = "unknown"
     # fingerprints of the files whose values it and the fits before it have counted; none of an
     # earlier version
     read: Sequence[str] = ()
     # the text of the number 5, by categorical feature whose values were numbers; none of an earlier
     # version
     five: Mapping[str, str] = field(default_factory=dict)
-    # of its description
-    query: str = ""
     # SQL types of columns that expressions read, text left out
     types: Mapping[str, str] = field(default_factory=dict)
 
@@ -144,7 +130,10 @@ def with_placeholder(files: Any, source: Any) -> Any:
 
 def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
     """Return the description of the fitted rows with these `sources`; ValueError without a fit that names its source."""
-    path, table = directory / FITTED, fitted_description(directory)
+    path = directory / FITTED
+    if not path.exists():
+        raise ValueError(_no_fit(directory))
+    table = _table(read_json(path), path)
     replaced = {
         name: replace(source, files=_in_place(source.files, sources, f"{path}: {name}"))
         for name, source in table.sources.items()
@@ -154,12 +143,9 @@ def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
     return replace(table, sources=replaced)
 
 
-def fitted_description(directory: Path) -> TableConfig:
-    """Return the description of rows as it was fitted, before `${source}` is replaced; ValueError if there is none."""
-    path = directory / FITTED
-    if not path.exists():
-        raise ValueError(_no_fit(directory))
-    saved = _mapping(read_json(path), str(path))
+def _table(saved: object, path: Path) -> TableConfig:
+    """Return the description of rows as it was fitted."""
+    saved = _mapping(saved, str(path))
     rows = _mapping(saved.get("rows"), f"{path}: rows")
     features = _mapping(saved.get("features"), f"{path}: features")
     try:
@@ -183,26 +169,30 @@ def _in_place(files: Any, sources: Sequence[str], where: str) -> Any:
     return sources[0] + files[len(SOURCE) :]
 
 
-def load_fitted(directory: Path | None, table: TableConfig) -> FittedState:
-    """Return the fitted state of an earlier run, compared with its spec; ValueError unless it is of these features and intact."""
-    if directory is None or not all((directory / n).exists() for n in (FITTED, SPEC_NAME)):
+def load_fitted(directory: Path, table: TableConfig | None = None) -> FittedState:
+    """Return the fitted state of an earlier run, compared with its spec.
+
+    `table`: description of further rows. Raises ValueError: there is no fit, it is not intact, or it is of other features.
+    """
+    if not all((directory / n).exists() for n in (FITTED, SPEC_NAME)):
         raise ValueError(_no_fit(directory))
     path = directory / FITTED
     document = _mapping(read_yaml(directory / SPEC_NAME), str(directory / SPEC_NAME))
     listed = checksums_of(document.get("metadata"), f"{directory / SPEC_NAME}: metadata")
-    with_vocabulary = [f.name for f in table.categorical if not (f.is_hashed or f.vocabulary_of)]
-    names = [vocabulary_name(name) for name in with_vocabulary]
-    more = [rare_name(name) for name in with_vocabulary]
-    more += [latest_name(log.name) for log in table.logs]
-    names += [name for name in more if name in listed]
     files = {FITTED: _compared(directory, FITTED, listed.get(FITTED))}
-    saved = _mapping(read_json(path), str(path))
-    if _with_defaults(saved.get("features"), str(path)) != _with_defaults(features_of(table), ""):
+    saved = read_json(path)
+    own = _table(saved, path)
+    if table is not None and features_of(table) != features_of(own):
         raise ValueError(
             f"{path}: fitted on other features or transforms; use the dataset= and description of that run"
         )
+    with_vocabulary = [f.name for f in own.categorical if not (f.is_hashed or f.vocabulary_of)]
+    names = [vocabulary_name(name) for name in with_vocabulary]
+    more = [rare_name(name) for name in with_vocabulary]
+    more += [latest_name(log.name) for log in own.logs]
+    names += [name for name in more if name in listed]
     files |= {name: _compared(directory, name, listed.get(name)) for name in names}
-    statistics = _statistics(saved.get("statistics"), table, f"{path}: statistics")
+    statistics = _statistics(saved.get("statistics"), own, f"{path}: statistics")
     described = document.get("feature_spec")
     for name in with_vocabulary:
         num_values = check_vocabulary(directory / vocabulary_name(name), AGAIN)
@@ -213,14 +203,6 @@ def load_fitted(directory: Path | None, table: TableConfig) -> FittedState:
                 f"{directory / vocabulary_name(name)}: {num_values:,} values, but {SPEC_NAME} has a table of "
                 f"{shown(cardinality)} rows for them; {AGAIN}"
             )
-    rows = _mapping(saved.get("rows"), f"{path}: rows")
-    missing, query = rows.get("missing"), rows.get("query")
-    if not isinstance(missing, list) or not all(isinstance(value, str) for value in missing):
-        raise ValueError(f"{path}: rows.missing: got {shown(missing)}, want texts; {AGAIN}")
-    if not isinstance(query, str):
-        raise ValueError(
-            f"{path}: rows.query: got {shown(query)}, want SQL or an empty text; {AGAIN}"
-        )
     files[SPEC_NAME] = checksum(directory / SPEC_NAME)
     written = document.get("metadata")
     metadata = written if isinstance(written, Mapping) else {}
@@ -229,34 +211,23 @@ def load_fitted(directory: Path | None, table: TableConfig) -> FittedState:
         raise ValueError(f"{path}: {READ}: got {shown(read)}, want a list of texts; {AGAIN}")
     return FittedState(
         directory,
+        own,
         statistics,
         _text_columns(saved, path),
         files,
         Lineage.of(metadata),
         metadata,
-        missing,
-        _empty_items(rows, str(path)),
         read,
         _mapping(saved.get(FIVE, {}), f"{path}: {FIVE}"),
-        query,
         _mapping(saved.get(TYPES, {}), f"{path}: {TYPES}"),
     )
 
 
 def with_missing_of(fitted: FittedState, table: TableConfig) -> TableConfig:
     """Return the description of new rows with the missing texts and empty items of the fit: no value there is none here."""
-    more = [value for value in fitted.missing if value not in table.missing]
-    return replace(table, missing=[*table.missing, *more], empty_items=fitted.empty_items)
-
-
-def _empty_items(rows: object, where: str) -> str:
-    """Return the rule for empty items of lists of a fit, by its record of rows."""
-    found = rows.get("empty_items") if isinstance(rows, Mapping) else None
-    if found not in (None, *EMPTY_ITEMS):
-        raise ValueError(
-            f"{where}: rows.empty_items: got {shown(found)}, want one of {', '.join(EMPTY_ITEMS)}; {AGAIN}"
-        )
-    return EARLIER_EMPTY_ITEMS if found is None else found
+    own = fitted.table
+    more = [value for value in own.missing if value not in table.missing]
+    return replace(table, missing=[*table.missing, *more], empty_items=own.empty_items)
 
 
 def _text_columns(saved: Mapping[str, Any], path: Path) -> TextColumns:
@@ -305,33 +276,7 @@ def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfi
     return replace(config, frequency_limit=limit, vocabulary=counted)
 
 
-def open_fitted(fitted: str) -> tuple[FittedState, TableConfig]:
-    """Return a fitted state with the features and missing texts that it names itself; ValueError as `load_fitted`."""
-    path = Path(fitted) / FITTED
-    saved = _mapping(read_json(path), str(path)) if path.exists() else {}
-    features = _mapping(saved.get("features", {}), f"{path}: features")
-    logs = {
-        log["source"]: {"files": "-"} for log in features.get("sequence", []) if log.get("source")
-    }
-    try:
-        table = TableConfig.of(
-            {
-                **features,
-                "sources": {"rows": {"files": "-"}, **logs},
-                **({"query": "-", "order_by": ["-"]} if logs else {}),
-                "label": {"name": "label of the rows"},
-                "missing": _mapping(saved.get("rows", {}), f"{path}: rows").get("missing"),
-                "empty_items": _empty_items(saved.get("rows"), str(path)),
-            }
-            if saved
-            else {"sources": {"rows": {"files": "-"}}, "categorical": ["none"]}
-        )
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; {AGAIN}") from None
-    return load_fitted(Path(fitted), table), table
-
-
-def _no_fit(directory: object) -> str:
+def _no_fit(directory: Path) -> str:
     return f"fitted={directory}: no dataset with a {FITTED} there; set it to the output of a run with mode=fit"
 
 
@@ -355,34 +300,6 @@ def _mapping(value: object, where: str) -> Mapping[str, Any]:
             f"{where}: got {shown(value)}, want a mapping as mode=fit writes it; {AGAIN}"
         )
     return value
-
-
-def _with_defaults(features: object, where: str) -> dict[str, list[dict[str, Any]]]:
-    """Return saved features with the options that did not exist when they were saved."""
-    saved = _mapping(features, f"{where}: features")
-    kinds: dict[str, type[Numerical | Categorical | History | EventLog]] = {
-        "numerical": Numerical,
-        "categorical": Categorical,
-        "history": History,
-        "sequence": EventLog,
-    }
-    completed = {}
-    for key, kind in kinds.items():
-        entries = saved.get(key, [] if kind in (History, EventLog) else None)
-        if not isinstance(entries, list):
-            raise ValueError(f"{where}: features.{key}: got {shown(entries)}, want a list; {AGAIN}")
-        completed[key] = [
-            _defaults(EventLists if "lists" in known else kind)
-            | {key: value for key, value in known.items() if value is not None}
-            for known in (_mapping(entry, f"{where}: features.{key}") for entry in entries)
-        ]
-    return completed
-
-
-def _defaults(kind: type[Any]) -> dict[str, Any]:
-    made = {f.name: f.default_factory for f in fields(kind) if f.default_factory is not MISSING}
-    values = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
-    return values | {name: make() for name, make in made.items()}
 
 
 def _statistics(saved: object, table: TableConfig, where: str) -> dict[str, list[list[float]]]:

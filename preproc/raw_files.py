@@ -64,7 +64,7 @@ def find_files(source: str | Sequence[str], option: str, tables: bool = False) -
     paths: list[Path] = []
     for pattern in [source] if isinstance(source, str) else source:
         if is_remote(pattern):
-            paths.extend(sorted(local_paths(pattern), key=_natural))
+            paths.extend(sorted(local_paths(pattern), key=natural_order))
             continue
         if is_file_list(pattern) and Path(pattern).is_file():
             listed = [Path(pattern).parent / name for name in read_file_list(Path(pattern))]
@@ -83,7 +83,7 @@ def find_files(source: str | Sequence[str], option: str, tables: bool = False) -
         if not matches:
             kind = "no file matches" if set(pattern) & set("*?[") else "no such file"
             raise ValueError(f"{_name(pattern)}: {kind}; set {option} to the raw logs")
-        paths.extend(sorted(map(Path, matches), key=_natural))
+        paths.extend(sorted(map(Path, matches), key=natural_order))
     twice = [str(path) for path, times in Counter(paths).items() if times > 1]
     if twice:
         raise ValueError(f"{option} names {twice[0]} twice; its rows would count twice")
@@ -142,7 +142,7 @@ def find_gap(files: Sequence[RawFile]) -> str | None:
     return None
 
 
-def _natural(path: Path) -> tuple[list[tuple[int, str]], str]:
+def natural_order(path: Path) -> tuple[list[tuple[int, str]], str]:
     """Sort key that reads runs of digits as numbers; day_1 and day_01 do not lie in the order of the directory."""
     parts = re.split(r"(\d+)", str(path))
     return [(int(part), "") if i % 2 else (-1, part) for i, part in enumerate(parts)], str(path)

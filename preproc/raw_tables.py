@@ -15,7 +15,7 @@ from configs.messages import shortened, shown
 from configs.table_schema import EventLog, Source, TableConfig
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.sequences import seen_events
-from preproc.fitted_state import fitted_description, load_fitted
+from preproc.fitted_state import load_fitted
 from preproc.transformed_rows import TransformedRows, refuse_histories
 
 
@@ -46,14 +46,14 @@ class RawTables:
     """
 
     def __init__(self, fitted: Path) -> None:
-        table = fitted_description(fitted)
+        state = load_fitted(fitted)
+        table = state.table
         self._logs = [log for log in table.logs if not log.source]
         self._lists = [group for group in table.event_lists if not group.time]
         others = [group for group in table.sequence if group not in (*self._logs, *self._lists)]
         refuse_histories(fitted, replace(table, sequence=others))
         # The given rows take the place of what the sources, or the query over them, gave.
         self._description = replace(table, query="", order_by=[], keep=[])
-        state = load_fitted(fitted, table)
         self._state = replace(state, text_columns=state.text_columns.of_rows(ROWS))
         self.spec = FeatureSpec.load_features(fitted)
 

@@ -27,18 +27,18 @@ from preproc.criteo.as_table import columns_of
 from preproc.fitted_state import FittedState, described_rows, load_fitted, vocabulary_name
 from preproc.table.duckdb_engine import DuckDBEngine, QueryError, checked_order, nulls_first
 from preproc.table.expressions import quoted, text
-from preproc.table.feature_values import items_of
+from preproc.table.feature_values import ids_of_codes
 from preproc.table.known_values import note_of_new_values, refuse_other_numbers
 from preproc.table.mistakes import bad_row, overflow
 from preproc.table.source_files import find_source, read_columns
 from preproc.table.staging import Staging
+from preproc.table.text_codes import NO_CODE, coded_texts, flat_codes
 from preproc.table.transformation import (
-    hashed_ids,
+    NO_VALUE,
     length_columns,
     numerical_columns,
     stored_ids,
     stored_numericals,
-    vocabulary_ids,
 )
 from preproc.vocabulary_sql import COLUMNS
 from preproc.work_directory import is_disk_error
@@ -46,8 +46,8 @@ from preproc.work_directory import is_disk_error
 CHUNK_ROWS = 1 << 18
 MEMORY_LIMIT = "4GB"
 """Memory of DuckDB; vocabularies beyond it lie on disk while rows are read."""
-ROWS = "rows_"
-"""Relation of the rows of a chunk."""
+ROWS, TEXTS = "rows_", "texts_"
+"""Relations of the rows of a chunk, and of the texts of a feature in them."""
 OF_LOG = re.compile(r"c0|(time|past|event)\d+_.*")
 """Staged columns that tell the events of a log: the first feature's values, times, filters and numbers."""
 
@@ -73,7 +73,7 @@ def open_transformed_rows(
     """
     table = described_rows(fitted, [str(source) for source in sources])
     refuse_histories(fitted, table)
-    state = load_fitted(fitted, table)
+    state = load_fitted(fitted)
     spec = FeatureSpec.load_features(fitted).with_event_weights(event_weights or {})
     return TransformedRows(spec, replace(table, keep=list(keep)), state)
 
@@ -157,7 +157,7 @@ class TransformedRows:
 
     def __iter__(self) -> Iterator[RowBatch]:
         """Yield all rows, once; ValueError names a row that cannot be read or stored, or says that there are none."""
-        query = self._staging.query
+        query = self._staging.rows.with_text_items
         if self._table.query:
             query = f"SELECT * FROM ({query}) ORDER BY {nulls_first(self._staging.order_by)}"
             batches: Iterator[pa.RecordBatch] = self._engine.stream(query, CHUNK_ROWS)
@@ -196,9 +196,8 @@ class TransformedRows:
 
     def _transformed(self, batch: pa.RecordBatch, first: int) -> RowBatch:
         """Return a batch of staged rows with its features; `first` is its first row among all."""
-        num_rows = batch.num_rows
-        part = range(num_rows)
-        rows = pa.Table.from_batches([batch]).append_column("row_", as_arrow(np.arange(num_rows)))
+        number_of_rows = as_arrow(np.arange(batch.num_rows))
+        rows = pa.Table.from_batches([batch]).append_column("row_", number_of_rows)
         bad = batch.column("bad_")
         if bad.null_count < len(bad):
             row = int(np.asarray(bad.is_valid()).argmax())
@@ -211,7 +210,8 @@ class TransformedRows:
         columns |= self._numericals(batch, first)
         categorical = zip(self._table.categorical, self.spec.categorical, strict=True)
         for number, (feature, stored) in enumerate(categorical):
-            columns[stored.name] = self._ids(number, feature, stored, part, is_first=not first)
+            values = batch.column(f"c{number}")
+            columns[stored.name] = self._ids(values, feature, stored, is_first=not first)
         self._cursor.unregister(ROWS)
         for number, group in enumerate(self._table.event_lists):
             lists = {name: columns[name] for name in group.lists}
@@ -258,37 +258,38 @@ class TransformedRows:
 
     def _ids(
         self,
-        number: int,
+        values: pa.Array,
         feature: Categorical,
         stored: CategoricalFeature,
-        part: range,
         *,
         is_first: bool,
     ) -> pa.Array:
         """Return the ids of a feature, or lists of them; of the first rows, refuse values that are written in another way."""
-        values = f"(SELECT row_, c{number} AS value FROM {ROWS})"
-        if feature.is_list:
-            items = self._engine.exploded(ROWS, "row_", f"c{number}")
-            values = f"({items_of(self._table, items, feature.name)})"
         owners = {other.name: other for other in self._table.categorical}
         owner = owners[feature.vocabulary_of or feature.name]
-        if owner.is_hashed:
-            query = hashed_ids(values, owner, feature)
-        else:
-            query = vocabulary_ids(values, self._vocabularies[owner.name], feature)
-        found = self._cursor.execute(query).fetchnumpy()
-        if is_first and not owner.is_hashed and not np.any(found["id"]):
-            counts = f"(SELECT value, count(*) AS count FROM {values} WHERE value IS NOT NULL GROUP BY value)"
-            known = self._vocabularies[owner.name]
+        known = "" if owner.is_hashed else self._vocabularies[owner.name]
+        coded = coded_texts(values)
+        codes, lengths = flat_codes(coded.column(0))
+        counts = np.bincount(codes[codes != NO_CODE], minlength=len(coded.texts))
+        texts = {"code": as_arrow(np.arange(len(counts))), "value": coded.texts}
+        self._cursor.register(TEXTS, pa.table(texts | {"count": as_arrow(counts)}))
+        query = f"SELECT id FROM ({ids_of_codes(TEXTS, known, owner)}) ORDER BY row_"
+        of_codes = self._cursor.execute(query).fetchnumpy()["id"]
+        if is_first and known and not of_codes.any():
             note_of_new_values(
-                lambda query: self._cursor.execute(query).fetchall(), counts, known, feature.name
+                lambda query: self._cursor.execute(query).fetchall(),
+                f"(SELECT value, count FROM {TEXTS} WHERE count > 0)",
+                known,
+                feature.name,
             )
-        ids, lengths = stored_ids(found, part, stored, feature)
+        self._cursor.unregister(TEXTS)
+        found = np.append(of_codes, NO_VALUE).astype(stored.dtype.newbyteorder("<")).take(codes)
+        drops_empty = self._table.drops_empty(feature.name)
+        ids, lengths = stored_ids(found, lengths, stored, feature, drops_empty=drops_empty)
         if stored.hotness == 1:
             return as_arrow(ids.reshape(-1))
-        if lengths is None:
-            assert stored.hotness is not None
-            lengths = np.full(len(part), stored.hotness)
+        if stored.hotness is not None:
+            lengths = np.full(len(ids), stored.hotness)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         return pa.ListArray.from_arrays(as_arrow(offsets), as_arrow(ids.reshape(-1)))
 

@@ -28,12 +28,9 @@ def numerical(column: str) -> str:
     )
 
 
-def count_values(column: str, rows: str) -> str:
-    """Return a query (value, count) over the values of `column` in the relation `rows` that are not missing."""
-    return (
-        f"SELECT {column} AS value, count(*) AS count FROM {rows} "
-        f"WHERE {column} IS NOT NULL GROUP BY {column}"
-    )
+def count_values(rows: str) -> str:
+    """Return a query (value, count) over the values in the relation `rows` that are not missing."""
+    return f"SELECT value, count(*) AS count FROM {rows} WHERE value IS NOT NULL GROUP BY value"
 
 
 def merge_counts(partial: str) -> str:

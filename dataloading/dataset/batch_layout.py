@@ -91,7 +91,7 @@ class BatchLayout:
         sizes = [count.sent_size(rows) for count in counts.values()]
         *firsts, size = accumulate(sizes, initial=0)
         self.firsts = dict(zip(counts, firsts, strict=True))
-        self.num_bytes = 0
+        self.num_bytes, self.columns = 0, list[Column]()
         several = (len(spec.labels),) if len(spec.labels) > 1 else ()
         self.numerical = self._add(rows, len(spec.numerical))
         self.labels = self._add(rows, *several)
@@ -110,6 +110,7 @@ class BatchLayout:
 
     def _add(self, *shape: int, dtype: np.dtype = np.dtype(np.float32)) -> Column:  # noqa: B008
         column = Column(self.num_bytes, shape, dtype)
+        self.columns.append(column)
         self.num_bytes = -(-column.end // ALIGNMENT) * ALIGNMENT
         return column
 

@@ -99,9 +99,8 @@ class BinarySource(TimedSource):
                 else out.ids[index].reshape(-1, feature.hotness)
             )
             for span, piece in selection.pieces(columns.ids[name]):
-                if self.out_of_range(piece, feature.cardinality):
-                    outside = (piece < 0) | (piece >= feature.cardinality)
-                    at = int(outside.reshape(-1).argmax())
+                if feature.has_wrong(piece):
+                    at = int(feature.wrong(piece).argmax())
                     position = span.start * (feature.hotness or 1) + at
                     row = (
                         position // feature.hotness
@@ -159,11 +158,6 @@ class BinarySource(TimedSource):
         return events.rows_of(columns.events[group.time or ""]), rows.rows_of(
             columns.moments[group.name]
         )
-
-    @staticmethod
-    def out_of_range(ids: np.ndarray, cardinality: int) -> bool:
-        unsigned = ids.view(f"<u{ids.itemsize}")
-        return int(unsigned.max(initial=0)) >= cardinality
 
 
 @dataclass(frozen=True, slots=True)

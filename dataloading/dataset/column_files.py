@@ -108,9 +108,8 @@ def checked_ids(
         raise ValueError(
             f"feature '{feature.name}': got ids of dtype {values.dtype}, want integers"
         )
-    outside = ((values < 0) | (values >= feature.cardinality)).reshape(-1)
-    if not feature.is_dynamic and outside.any():
-        at = int(outside.argmax())
+    if not feature.is_dynamic and feature.has_wrong(values):
+        at = int(feature.wrong(values).argmax())
         row = at // (feature.hotness or 1) if lengths is None else row_of(lengths, at)
         raise ValueError(
             f"feature '{feature.name}': id {values.flat[at]} at {where(row)} lies outside its table of "

@@ -38,6 +38,8 @@ from dataloading.dataset.split_files import (
 SPEC_NAME = "feature_spec.yaml"
 RAGGED = "ragged"
 DYNAMIC = "dynamic"
+NO_KEY = -1
+"""Padding of ragged requests, which no key may be."""
 ID_DTYPES = ("int8", "int16", "int32", "int64")
 NUMERICAL_DTYPES = ("float16", "float32")
 CHANNELS = ("categorical", "label", "numerical", "weight", "keep_rate", "teacher", "sequence")
@@ -93,6 +95,20 @@ class CategoricalFeature:
         expect(good, f"{where}.mean_hotness", mean, f"a number from 0 to {MAX_HOTNESS}")
         named = self.table is None or (isinstance(self.table, str) and bool(self.table))
         expect(named, f"{where}.table", self.table, "the name of a table")
+
+    def has_wrong(self, ids: np.ndarray) -> bool:
+        """Return whether any of the ids, which are no keys, lies outside the table; takes one maximum."""
+        return int(ids.view(f"u{ids.itemsize}").max(initial=0)) >= self._least_wrong(ids.dtype)
+
+    def wrong(self, ids: np.ndarray) -> np.ndarray:
+        """Return which integers of any width lie outside the table, or are no keys."""
+        if self.is_dynamic:
+            return ids == NO_KEY
+        return ids.view(f"u{ids.itemsize}") >= self._least_wrong(ids.dtype)
+
+    def _least_wrong(self, dtype: np.dtype) -> int:
+        """Return the least wrong id, viewed as unsigned: negative ones are then larger than all others of their width."""
+        return min(self.cardinality, np.iinfo(dtype).max + 1)
 
     @classmethod
     def of(

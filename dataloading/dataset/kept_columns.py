@@ -11,12 +11,10 @@ from threading import Lock
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from configs.messages import printable, shortened, shown
-from dataloading.dataset.counted_file import CountedFile
 from dataloading.dataset.parquet_files import read_schema
-from dataloading.dataset.parquet_writer import abandon_writer
+from dataloading.dataset.parquet_writer import PartWriter
 from dataloading.dataset.row_groups import SplitGroups
 from dataloading.dataset.split_files import find_file
 
@@ -86,7 +84,7 @@ class KeptColumns:
             return self._latest[1]
 
 
-class KeptWriter:
+class KeptWriter(PartWriter):
     """Writes the kept columns of one split."""
 
     def __init__(self, root: Path, split: str, schema: pa.Schema) -> None:
@@ -95,21 +93,13 @@ class KeptWriter:
         path.parent.mkdir(exist_ok=True)
         # A run that resumes writes the file again.
         path.unlink(missing_ok=True)
-        self._file = CountedFile(path)
-        self._writer = pq.ParquetWriter(self._file, schema, compression="zstd")
+        super().__init__(path, schema, compression="zstd")
 
     def append(self, rows: pa.Table) -> None:
         """Append rows; of several chunks, all but the last hold a multiple of `ROW_GROUP_ROWS` rows."""
-        self._writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
+        self.writer.write_table(rows, row_group_size=ROW_GROUP_ROWS)
 
-    def close(self) -> dict[str, dict[str, Any]]:
-        """Complete and sync the file; return its bytes and CRC-32 by its path below the dataset."""
-        self._writer.close()
-        self._file.sync()
-        self._file.close()
-        return {self._name: self._file.record}
-
-    def abandon(self) -> None:
-        """Close the file without a check."""
-        abandon_writer(self._writer)
-        self._file.close()
+    @property
+    def record(self) -> dict[str, dict[str, Any]]:
+        """Bytes and CRC-32 of the file by its path below the dataset."""
+        return {self._name: self.stream.record}

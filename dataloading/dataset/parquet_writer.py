@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -77,7 +77,7 @@ class ParquetSplitWriter(SplitWriter):
         self._folder = directory / split
         self._written = 0
         self._ends = dict.fromkeys(self._offsets, 0)
-        self._parts: list[_Part] = []
+        self._parts: list[PartWriter] = []
         for offsets in self._offsets.values():
             _take(offsets, 1)  # the leading zero of the binary format
 
@@ -159,7 +159,8 @@ class ParquetSplitWriter(SplitWriter):
             if self._parts:
                 self._parts[-1].close()
             path = self._folder / f"part_{len(self._parts)}.parquet"
-            self._parts.append(_Part(path, table.schema))
+            how = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+            self._parts.append(PartWriter(path, table.schema, **how))
         self._parts[-1].writer.write_table(table, row_group_size=num_rows)
         self._written += num_rows
         self._rows_left -= num_rows
@@ -183,14 +184,22 @@ def abandon_writer(writer: pq.ParquetWriter) -> None:
         writer.is_open = False
 
 
-class _Part:
-    """A Parquet file that is being written."""
+class PartWriter:
+    """Writes a Parquet file, whose bytes are counted; it is not complete if the block ends with an error."""
 
-    def __init__(self, path: Path, schema: pa.Schema) -> None:
+    def __init__(self, path: Path, schema: pa.Schema, **options: Any) -> None:
         self.stream = CountedFile(path)
-        self.writer = pq.ParquetWriter(
-            self.stream, schema, compression="none", use_dictionary=False, write_statistics=False
-        )
+        self.writer = pq.ParquetWriter(self.stream, schema, **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        try:
+            if error is None:
+                self.close()
+        finally:
+            self.abandon()
 
     def close(self) -> None:
         self.writer.close()
@@ -198,6 +207,7 @@ class _Part:
         self.stream.close()
 
     def abandon(self) -> None:
+        """Close what is still open without a check."""
         if not self.stream.closed:
             abandon_writer(self.writer)
             self.stream.close()

@@ -185,10 +185,8 @@ class Where:
             ids, offsets = self.whole(table, feature.name).to_numpy(), None
         else:
             ids, offsets = self._lists(table, feature)
-        if feature.is_dynamic:
-            return ids, offsets
-        if int(ids.view(f"u{ids.itemsize}").max(initial=0)) >= feature.cardinality:
-            at = int(((ids < 0) | (ids >= feature.cardinality)).argmax())
+        if not feature.is_dynamic and feature.has_wrong(ids):
+            at = int(feature.wrong(ids).argmax())
             row = (
                 at // (feature.hotness or 1)
                 if offsets is None

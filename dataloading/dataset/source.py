@@ -128,12 +128,8 @@ class Keys:
         """Return keys, int64 [N], that are all of the rows', row after row."""
         return cls(values, np.array([[0, len(values)]]), lengths)
 
-    @property
-    def count(self) -> int:
-        return int((self.runs[:, 1] - self.runs[:, 0]).sum())
-
     def values(self) -> np.ndarray:
-        """Return the keys, row after row, int64 [count]; not always a copy."""
+        """Return the keys, row after row, int64 [keys]; not always a copy."""
         if len(self.runs) == 1:
             return self.column[self.runs[0, 0] : self.runs[0, 1]]
         parts = [self.column[first:last] for first, last in self.runs.tolist()]
@@ -214,11 +210,18 @@ class DerivedSource(Source):
     def before_fork(self, split: str, num_processes: int) -> None:
         self._source.before_fork(split, num_processes)
 
+    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
+        return self._source.read(*self._stored(split, runs), into)
+
     def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:
-        return self._source.event_counts(split, runs)
+        return self._source.event_counts(*self._stored(split, runs))
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
-        return self._source.read_keys(split, runs, feature)
+        return self._source.read_keys(*self._stored(split, runs), feature)
+
+    def _stored(self, split: str, runs: np.ndarray) -> tuple[str, np.ndarray]:
+        """Return the split and the runs of the other source that rows are read from."""
+        return split, runs
 
 
 def joined(

@@ -36,20 +36,26 @@ class SequenceEvents:
         """Events of the longest sample of the batch, a scalar: the same for all parts of it."""
         return (self.lengths if self.of_batch is None else self.of_batch).max()
 
-    def of_samples(self, first: int, end: int) -> "SequenceEvents":
-        """Return the same of some samples, with `part_of` the positions."""
+    def of_samples(self, first: int, end: int, room: int | None = None) -> "SequenceEvents":
+        """Return the same of some samples, with `part_of` the positions; `room`: the events that they have at most, if known."""
         if end - first == len(self.starts):
-            return self
-        begin, part = part_of(self.starts, len(self.samples), self.max_length, slice(first, end))
+            return self if room is None else self._narrowed(room)
+        some = slice(first, end)
+        begin, part = part_of(self.starts, len(self.samples), self.max_length, some, room)
         return replace(
             self,
-            rows={name: rows.of_samples(first, end) for name, rows in self.rows.items()},
+            rows={name: rows.of_samples(first, end, room) for name, rows in self.rows.items()},
             numbers={name: of.index_select(0, part) for name, of in self.numbers.items()},
             starts=self.starts[first:end] - begin,
             lengths=self.lengths[first:end],
             samples=(self.samples.index_select(0, part) - first).clamp_(0, end - first - 1),
             of_batch=self.lengths if self.of_batch is None else self.of_batch,
         )
+
+    def _narrowed(self, room: int) -> "SequenceEvents":
+        rows = {name: of.of_samples(0, len(self.starts), room) for name, of in self.rows.items()}
+        numbers = {name: of[:room] for name, of in self.numbers.items()}
+        return replace(self, rows=rows, numbers=numbers, samples=self.samples[:room])
 
 
 @dataclass(frozen=True, slots=True)

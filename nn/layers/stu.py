@@ -6,20 +6,22 @@ no sample are finite if the inputs are, reach no other position, and have no gra
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import embedding, linear, silu
 
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
 from nn.layers.sequence import LayerNorm
 from nn.ops.column_blocks import GradientBlocks, column_blocks
-from nn.ops.fused_linear import can_fuse
+from nn.ops.fused_linear import as_autocast, can_fuse
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
 from nn.ops.jagged import pad
 
-# B: samples, C: positions, D: columns of a position, H: heads, K: columns of a head, L: most positions of a sample
+# B: samples, R: rows, C: positions, D: columns of a position, H: heads, K: columns of a head, L: most positions of a sample
 
 NORM_EPS = 1e-6
 """Of the norms in an STU layer; all others have PyTorch's."""
@@ -73,12 +75,42 @@ def xavier_uniform_(weight: Tensor, generator: torch.Generator) -> None:
     uniform_(weight, -bound, bound, generator)
 
 
+@dataclass(frozen=True, slots=True)
+class RowsAt:
+    """A row of a table for each position, times `scale`."""
+
+    table: Tensor  # [R, D]
+    index: Tensor  # of the row, integer [C]
+    scale: float = 1.0
+
+    @classmethod
+    def each(cls, vectors: Tensor) -> "RowsAt":
+        """Return a row of its own for each position, of [C, D]."""
+        # Not `len`, which torch.export takes for a constant.
+        return cls(vectors, torch.arange(vectors.shape[0], device=vectors.device))
+
+
 class PositionDropout(Dropout):
     """`Dropout` of [C, D] whose mask follows from the row of the sample in the global batch, and the offset in the sample."""
 
     def forward(self, x: Tensor, at: JaggedPositions) -> Tensor:  # type: ignore[override]
         """Map [C, D] to the same shape and dtype."""
         return self._drop(x, (at.samples, at.offsets)) if self.training and self.rate > 0 else x
+
+    def of_rows(self, rows: Sequence[RowsAt], at: JaggedPositions) -> Tensor:
+        """Return the dropped out sum of the rows at each position, [C, D], on a GPU in autocast's dtype.
+
+        There the backward pass adds up the gradients of a row in one order, and from numbers in that dtype.
+        """
+        tables, indices = [of.table for of in rows], [of.index for of in rows]
+        scales, where = [of.scale for of in rows], (at.samples, at.offsets)
+        if can_fuse(tables[0], tables[0]):
+            # Only CUDA builds of torch include Triton.
+            from nn.ops.triton.row_sums import sum_of_rows
+
+            return sum_of_rows(tables, indices, scales, self.mask, where)
+        total = reduce(torch.add, map(torch.mul, map(embedding, indices, tables), scales))
+        return as_autocast(total if self.mask is None else self.mask.apply(total, where))
 
 
 class STULayer(nn.Module):
@@ -135,12 +167,14 @@ class STULayer(nn.Module):
 
         `norm`: what the attention of each sample is divided by, [B]. `bias`: added to the scores, [B, L of queries, L].
         """
-        normed = self.input_norm(x)
+        normed, x = self.input_norm.beside(x)
         queries, gradients = at, None
         if only_candidates:
             # Keys and values are those of all positions, and nothing else is.
             queries, rows = at.last(num_candidates)
-            x, own = x.index_select(0, rows), normed.index_select(0, rows)
+            x = x.index_select(0, rows)
+            # Again: a gradient of some rows of `normed` would be as large as that of all.
+            own = self.input_norm(x)
             weights, biases = self.uvqk.weight.chunk(4), self.uvqk.bias.chunk(4)
             inputs = own, normed, own, normed
             u, v, q, k = map(linear, inputs, weights, biases)

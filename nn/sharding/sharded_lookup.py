@@ -16,9 +16,10 @@ from nn.layers.distinct_rows import DistinctRows
 from nn.layers.sequence_events import SequenceEvents
 from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
+from nn.sharding.event_parts import PartRoom
 from nn.sharding.id_all_to_all import IdAllToAll
 from nn.sharding.local_ids import Capacity, LocalIds, RequestedIds
-from nn.sharding.placement import Placement, RankTables, RequestedTables
+from nn.sharding.placement import RankTables, RequestedTables
 from nn.sharding.pooled_rows import PooledRows
 from nn.sharding.rank_group import GroupIds, gradients_of_all_groups
 from nn.sharding.request_keys import RequestKeys
@@ -29,8 +30,6 @@ from nn.tiers.read_ahead import Need
 from nn.tiers.slot_ids import SlotIds
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
-
-NO_REQUESTS = Capacity()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ class ShardedLookup:
         self,
         tables: RankTables,
         batch_size: int,
-        capacity: Capacity = NO_REQUESTS,
+        capacity: Capacity,
         *,
         replicated_gradients: Sequence[Tensor],
         prefix_columns: int,
@@ -125,6 +124,9 @@ class ShardedLookup:
         self._ranks, self._rank_group, self._tier = ranks, rank_group, tables.tier
         self._channels, self._sequences = tables.channels, tables.sequences
         self._capacity = capacity
+        self._part_room = None
+        if capacity.parts is not None:
+            self._part_room = PartRoom(tables, batch_size, capacity.parts, capacity.doublings)
         counts = tables.counts(batch_size, capacity.doublings)
         self._exchange = IdAllToAll(
             [features_of(shards, counts) for shards in placement.owned_by_rank] * rank_group.count,
@@ -163,10 +165,13 @@ class ShardedLookup:
         self._replica_bags = tables.bags(
             placement.replicas, self._prepare_replicated.blocks, batch_size
         )
+        # Of the replicated tables that are not requested.
+        gradient_tables = [
+            LocalTable(table.lookups, replicated_gradients[number], {})
+            for table, number in zip(placement.replicas, placement.replica_numbers, strict=True)
+        ]
         self._replica_sums = tables.adding_bags(
-            _gradient_tables(placement, replicated_gradients),
-            self._prepare_replicated.blocks,
-            batch_size,
+            gradient_tables, self._prepare_replicated.blocks, batch_size
         )
         self.memory = VectorMemory(tables, batch_size, prefix_columns)
         self._sent = self.memory.of_group(tables)
@@ -187,7 +192,10 @@ class ShardedLookup:
         sent = [requested.exchange.send(ids, num_valid) for requested in self._requested]
         overflows = None
         if sent:
-            lacking = torch.stack([lacks for _, _, lacks in sent]).any(0).int()
+            lacks = [lacks for _, _, lacks in sent]
+            if self._part_room is not None:
+                lacks.append(self._part_room.is_exceeded(ids))
+            lacking = torch.stack(lacks).any(0).int()
             overflows = self._ranks.all_reduce_max(lacking, self._channels.all_ranks)
         local = LocalIds(
             self._slots(
@@ -216,6 +224,11 @@ class ShardedLookup:
     def _returned(self) -> Tensor:
         """The buffer in which gradients of the group arrive; evaluation does not need it."""
         return torch.empty_like(self._sent)
+
+    @property
+    def part_events(self) -> dict[str, int]:
+        """The events that the dense component takes at most, by feature; of others as many as there is room for."""
+        return {} if self._part_room is None else self._part_room.events
 
     def look_up(self, ids: LocalIds) -> Tensor:
         """Look up the ids and send the embeddings to the ranks of their samples.
@@ -257,7 +270,10 @@ class ShardedLookup:
         ]
         found = _ById.apply(rows, requested.exchange, of_batch, *positions)
         of_block = dict(zip(blocks, found, strict=True))
-        return {feature: of_block[block] for feature, block in requested.keys.block_of.items()}
+        return {
+            feature: of_block[block][: self.part_events.get(feature)]
+            for feature, block in requested.keys.block_of.items()
+        }
 
     def _number_of(self, table: str) -> int:
         return [requested.table for requested in self._requested].index(table)
@@ -300,7 +316,6 @@ class ShardedLookup:
         return self._lookup_bags.table_rows(self._looked_up_ids(ids)) if is_here else None
 
     def sort(self, ids: LocalIds) -> SortedBatch:
-        """Sort the ids for the updates."""
         sorted_requests = [
             SortedRequest(
                 requested.exchange.sort(of_batch, slots),
@@ -332,7 +347,7 @@ class ShardedLookup:
         requested, own = self._requested[number], ids.requested[number].pooled
         if requested.pooled is None or own is None:
             return gradients.rows[requested.table][:-1]
-        return requested.pooled.sum_by_row(own, self.memory.requested(gradients.vectors, number))
+        return requested.pooled.sums(own, self.memory.requested(gradients.vectors, number))
 
     def _send_vectors_back(self, gradients: Tensor) -> Tensor:
         """Send the gradients of the vectors that were sent to the ranks of this group, [samples of the group, T]."""
@@ -386,11 +401,3 @@ class _ById(torch.autograd.Function):
         sorted_ids = ctx.sums.take_sorted(ctx.ids.local, ctx.ids.keys, ctx.ids.order)
         total = ctx.sums(sorted_ids, torch.cat(gradients)).to(ctx.dtype)
         return total, None, None, *[None] * len(gradients)
-
-
-def _gradient_tables(placement: Placement, gradients: Sequence[Tensor]) -> list[LocalTable]:
-    """Return the gradients of the replicated tables that are not requested, as tables."""
-    return [
-        LocalTable(table.lookups, gradients[number], {})
-        for table, number in zip(placement.replicas, placement.replica_numbers, strict=True)
-    ]

@@ -33,7 +33,8 @@ from dataloading.dataset.parquet import ParquetSource
 from dataloading.dataset.parquet_files import ColumnKind, check_columns, open_file
 from dataloading.dataset.row_columns import BINARY, RowColumn
 from dataloading.dataset.split_files import SplitFiles, expect
-from preproc.convert.rows import SourceRows, input_feature, natural_order
+from preproc.convert.rows import SourceRows, input_feature
+from preproc.raw_files import natural_order
 
 SCHEMA, METADATA = "schema.pbtxt", "_metadata.json"
 VALIDATION_FOLDERS = ("valid", "validation", "val")

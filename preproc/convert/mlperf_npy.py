@@ -26,7 +26,8 @@ from dataloading.dataset.documents import check_regular, open_regular
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import SplitFiles
-from preproc.convert.rows import CHUNK_ROWS, Chunk, input_feature, natural_order
+from preproc.convert.rows import CHUNK_ROWS, Chunk, input_feature
+from preproc.raw_files import natural_order
 
 # NumPy's letters of kinds of dtypes.
 INTEGERS = "iu"

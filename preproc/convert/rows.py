@@ -1,15 +1,15 @@
 """Interface between inputs and the converter: features, splits, and chunks of rows."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Protocol
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.dataset.source import TimedSource, read_with_keys
+from dataloading.dataset.sequences import SequenceGroup
+from dataloading.dataset.source import Columns, Source, TimedSource, read_with_keys
 from dataloading.dataset.split_files import expect
 
 CHUNK_ROWS = 1 << 16
@@ -17,21 +17,24 @@ CHUNK_ROWS = 1 << 16
 MOST_ROWS = 2**63 - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive rows, in the form of the arguments of `SplitWriter.append`."""
+class Chunk(NamedTuple):
+    """Consecutive rows: the arguments of `SplitWriter.append`."""
 
-    labels: np.ndarray  # numbers [n], or [n, labels] of several
+    labels: np.ndarray | None  # numbers [n], or [n, labels] of several; None of a split without
     numerical: np.ndarray | None  # numbers [n, num_numerical]; None without numericals
     # integers by feature: [n], [n, hotness], or flat for a ragged feature
     ids: Mapping[str, np.ndarray]
-    lengths: Mapping[str, np.ndarray]  # ids per row, [n], of each ragged feature
-    weights: np.ndarray | None = None  # numbers [n]; None without such a column
-    keep_rates: np.ndarray | None = None  # numbers [n]; None without such a column
-    teachers: Mapping[str, np.ndarray] = field(default_factory=dict)  # numbers [n] by column
-    # numbers of events by name, flat, as they are stored, and moments [n] by group; `lengths` has the groups'
-    events: Mapping[str, np.ndarray] = field(default_factory=dict)
-    moments: Mapping[str, np.ndarray] = field(default_factory=dict)
+    lengths: Mapping[str, np.ndarray]  # ids per row, [n], of each ragged feature, and of groups
+    weights: np.ndarray | None = None  # numbers [n]
+    keep_rates: np.ndarray | None = None  # numbers [n]
+    teachers: Mapping[str, np.ndarray] | None = None  # numbers [n] by column
+    events: Mapping[str, np.ndarray] | None = None  # by name, flat, as they are stored
+    moments: Mapping[str, np.ndarray] | None = None  # [n] by group
+
+    @property
+    def num_rows(self) -> int:
+        name = next(iter(self.ids))
+        return len(self.lengths.get(name, self.ids[name]))
 
 
 class Rows(Protocol):
@@ -46,45 +49,60 @@ class Rows(Protocol):
 
 
 class SourceRows:
-    def __init__(self, source: TimedSource, kind: str, left_out: Sequence[str] = ()) -> None:
+    def __init__(self, source: Source, kind: str, left_out: Sequence[str] = ()) -> None:
         self.spec = source.spec
         self.kind = kind
         self.left_out = left_out
         self._source = source
 
     def chunks(self, split: str) -> Iterator[Chunk]:
-        num_rows = self._source.num_rows(split)
-        for start in range(0, num_rows, CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, num_rows)
-            columns = read_with_keys(self._source, split, np.array([[start, stop]]))
-            ids, lengths = {}, {}
-            for feature, values, counts in zip(
-                self.spec.categorical, columns.ids, columns.lengths, strict=True
-            ):
-                if counts is None:
-                    ids[feature.name] = values.reshape(stop - start, -1)
-                else:
-                    ids[feature.name], lengths[feature.name] = values, counts
-            numerical = columns.numerical if self.spec.numerical else None
-            names = [column.name for column in self.spec.event_columns]
-            events, moments = dict(zip(names, columns.events, strict=True)), {}
-            for group in self.spec.sequences:
-                lengths[group.name] = lengths[group.features[0]]
-                if group.time is not None:
-                    runs = np.array([[start, stop]])
-                    times, moments[group.name] = self._source.read_times(split, runs, group)
-                    events[group.time] = times
-            yield Chunk(
-                columns.labels,
-                numerical,
-                ids,
-                lengths,
-                columns.weights,
-                columns.keep_rates,
-                {c.name: v for c, v in zip(self.spec.teachers, columns.teachers, strict=True)},
-                events,
-                moments,
-            )
+        return map(partial(self._chunk, split), self._starts(split))
+
+    def _starts(self, split: str) -> range:
+        return range(0, self._source.num_rows(split), CHUNK_ROWS)
+
+    def _chunk(self, split: str, start: int) -> Chunk:
+        """Return the rows of `split` from one on."""
+        runs = np.array([[start, min(start + CHUNK_ROWS, self._source.num_rows(split))]])
+        columns, spec = read_with_keys(self._source, split, runs), self.spec
+        ids, lengths = {}, {}
+        for feature, values, counts in zip(
+            spec.categorical, columns.ids, columns.lengths, strict=True
+        ):
+            if counts is None:
+                ids[feature.name] = values.reshape(-1, feature.hotness or 1)
+            else:
+                ids[feature.name], lengths[feature.name] = values, counts
+        names = [column.name for column in spec.event_columns]
+        events, moments = dict(zip(names, columns.events, strict=True)), {}
+        for group in spec.sequences:
+            lengths[group.name] = lengths[group.features[0]]
+            if group.time is not None:
+                read = self._read_times(split, runs, group, columns)
+                events[group.time], moments[group.name] = read
+        held = {
+            column.name: numbers
+            for column, numbers in columns.row_columns(spec)
+            if column.name not in spec.splits[split].absent
+        }
+        return Chunk(
+            columns.labels if spec.labels[0].name in held else None,
+            columns.numerical if spec.numerical else None,
+            ids,
+            lengths,
+            held.get(spec.weight.name) if spec.weight else None,
+            held.get(spec.keep_rate.name) if spec.keep_rate else None,
+            {column.name: held[column.name] for column in spec.teachers if column.name in held},
+            events,
+            moments,
+        )
+
+    def _read_times(
+        self, split: str, runs: np.ndarray, group: SequenceGroup, columns: Columns
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the times of the events of rows that are read, and the moments of the rows, as they are written."""
+        assert isinstance(self._source, TimedSource)
+        return self._source.read_times(split, runs, group)
 
 
 class Remainders:
@@ -111,7 +129,7 @@ class Remainders:
                 wide = chunk.ids[feature.name]
                 wide = wide if wide.dtype == np.uint64 else wide.astype(np.int64, copy=False)
                 ids[feature.name] = wide % wide.dtype.type(feature.cardinality)
-            yield replace(chunk, ids=ids)
+            yield chunk._replace(ids=ids)
 
 
 def input_feature(
@@ -126,8 +144,3 @@ def input_feature(
             "writes each id as its remainder"
         )
     return CategoricalFeature.of(name, rows, hotness, table)
-
-
-def natural_order(path: Path) -> tuple[list[int], str]:
-    """Sort key of files that differ in a number, day_2 before day_10, or else in their names."""
-    return [int(digits) for digits in re.findall(r"[0-9]+", path.name)], path.name

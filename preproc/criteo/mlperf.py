@@ -84,7 +84,7 @@ def build_mlperf(config: PreprocConfig, progress: Progress) -> None:
         _write(config, work, columns, splits, progress)
         bad = work.state["parse"]["bad"]
     print_rows(progress.console, RowCounts(sum(day_rows) + bad, sum(day_rows), bad), [])
-    print_result(progress.console, progress, output, sum(day_rows))
+    print_result(progress, output, sum(day_rows))
 
 
 def _numbered(

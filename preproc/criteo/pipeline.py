@@ -102,7 +102,7 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
         counted = files + test_files
         read = [fingerprint(file) for file in counted if every or file not in tests]
         _write(config, work, store, splits, read, progress)
-    print_result(progress.console, progress, output, sum(rows))
+    print_result(progress, output, sum(rows))
 
 
 def _identity(config: PreprocConfig, num_files: int, num_test_files: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from configs.preproc_schema import PreprocConfig
 from configs.table_schema import NUMBER
 from preproc.table.duckdb_engine import DuckDBEngine
 from preproc.table.expressions import quoted, text
+from preproc.table.mistakes import MISSING_WORDS
 from preproc.table.source_files import SourceFiles
 from preproc.table.staging import FLOAT_TYPES, NO_TEXT_TYPE
 from preproc.text_columns import TEXT_TYPES
@@ -17,11 +18,6 @@ MOST_ROWS = 1_000_000
 """Rows that are counted, the first ones."""
 MOST_VALUES = 20
 """Values that are kept, the most frequent ones; a column of no more has few values."""
-MISSING_WORDS = (
-    *("na", "n/a", "nan", "null", "none", "nil"),
-    *("\\n", "?", "-", "--", "#n/a", "missing"),
-)
-"""Texts that are missing values where all other values are numbers or times."""
 # Separators of lists, with the part of the values that have them from which on they are ones: texts have commas and blanks too.
 SEPARATORS = {"|": 0.02, "^": 0.02, "\x01": 0.02, "\x02": 0.02, ";": 0.1, ",": 0.3, " ": 0.3}
 

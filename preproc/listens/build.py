@@ -72,7 +72,7 @@ def build_listens(config: PreprocConfig, progress: Progress) -> None:
     print_splits(progress.console, summaries)
     for line in figures.lines(FeatureSpec.load(output)):
         progress.say(line)
-    print_result(progress.console, progress, output, sum(s.rows for s in summaries.values()))
+    print_result(progress, output, sum(s.rows for s in summaries.values()))
 
 
 def _features(sizes: Sizes, history: int) -> tuple[list[CategoricalFeature], SequenceGroup]:

@@ -164,18 +164,6 @@ class NumericalRange:
         self.total += float(exact.sum())
         self.total_square += float(exact @ exact)
 
-    @property
-    def mean(self) -> float:
-        return self.total / max(self.rows, 1)
-
-    @property
-    def mean_square(self) -> float:
-        return self.total_square / max(self.rows, 1)
-
-    @property
-    def deviation(self) -> float:
-        return max(self.mean_square - self.mean**2, 0.0) ** 0.5
-
 
 class Progress:
     """Prints a line at the end of each phase, and its progress while it runs: in one line of a terminal, per minute in a log."""
@@ -409,19 +397,21 @@ def print_events(console: Console, logs: Mapping[str, LogCounts]) -> None:
 def print_notes(console: Console, ranges: dict[str, NumericalRange]) -> None:
     """Print one line per numerical feature that is large for a model."""
     for name, found in ranges.items():
-        if found.mean_square > LARGE_NUMERICAL**2:
+        mean, square = (total / max(found.rows, 1) for total in (found.total, found.total_square))
+        if square > LARGE_NUMERICAL**2:
+            deviation = max(square - mean**2, 0.0) ** 0.5
             print_line(
                 console,
                 f"note: numerical feature {shown(name)} is not scaled: {found.smallest:g} to {found.largest:g}, "
-                f"mean {found.mean:.4g}, standard deviation {found.deviation:.4g} in the training rows, which makes "
+                f"mean {mean:.4g}, standard deviation {deviation:.4g} in the training rows, which makes "
                 "training unstable; add standardise, minmax or {log: 1} to its transforms",
             )
 
 
-def print_result(console: Console, progress: Progress, output: Path, rows: int) -> None:
+def print_result(progress: Progress, output: Path, rows: int) -> None:
     size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
     print_line(
-        console,
+        progress.console,
         f"{rows:,} rows in {progress.seconds:.2f} s ({rows / progress.seconds:,.0f} rows/s), "
         f"{size / 1e6:,.1f} MB written to {output}",
     )

@@ -70,6 +70,17 @@ class StagedRows:
     def are_parquet(self) -> bool:
         return any(file.is_parquet for file in self.files)
 
+    @property
+    def with_text_items(self) -> str:
+        """The query for DuckDB, in which items of lists are texts, as single values are."""
+        lists = [
+            f"CAST({name} AS VARCHAR[]) AS {name}"
+            for name, is_list in self.values.items()
+            if is_list
+        ]
+        replaced = f"REPLACE ({', '.join(lists)})" if lists else ""
+        return f"SELECT * {replaced} FROM ({self.query})"
+
 
 class Engine(Protocol):
     """Interface of an engine. Relations have names, and stored results are directories of Parquet files."""
@@ -121,14 +132,18 @@ class Engine(Protocol):
         Under `on_bad=fail` an engine may raise an error at the first one instead.
         """
 
-    def exploded(self, relation: str, row: str, column: str) -> str:
-        """Return a query (row, position, value) with one row per item of a list column, null for an empty one."""
-
     def num_items(self, column: str, *, whole: bool) -> str:
         """Return an expression of the items of a staged list column, without the empty ones if `whole`; 0 for no list."""
 
     def close(self) -> None:
         """Release all resources."""
+
+
+class TextEngine(Engine, Protocol):
+    """An engine whose staged values are texts."""
+
+    def exploded(self, column: str) -> str:
+        """Return a query (row_, position_, value) with one row per item of a list of `rows_`, null for an empty one."""
 
 
 class DuckDBEngine:
@@ -248,14 +263,7 @@ class DuckDBEngine:
         if self._is_small:
             # It returns what is free.
             pa.set_memory_pool(pa.system_memory_pool())
-        # Items of a list become text as single values do.
-        lists = [
-            f"CAST({name} AS VARCHAR[]) AS {name}"
-            for name, is_list in rows.values.items()
-            if is_list
-        ]
-        replaced = f"REPLACE ({', '.join(lists)})" if lists else ""
-        query = f"SELECT * {replaced} FROM ({rows.query})"
+        query = rows.with_text_items
         schema = self.schema(query)
         for name in set(rows.order_by) - {"file_"}:
             schema = schema.remove(schema.get_field_index(name))
@@ -312,7 +320,7 @@ class DuckDBEngine:
             return f"(SELECT t.value, x.count FROM ({counts}) AS x JOIN {texts} AS t ON x.code = t.code)"
         from preproc.table.text_codes import count_codes, counted_texts
 
-        counts_of_codes = count_codes(directory, column, rows, is_list, num_codes)
+        counts_of_codes = count_codes(directory, column, rows, num_codes)
         found = counted_texts(directory.with_name("all_") / texts, counts_of_codes)
         self._current.register(f"counted_{column}", found)
         return f"counted_{column}"
@@ -394,12 +402,6 @@ class DuckDBEngine:
             "SELECT any_value(s.file_path), e.line, min(e.error_message), any_value(e.csv_line) "
             "FROM reject_errors AS e JOIN reject_scans AS s USING (scan_id, file_id) "
             "GROUP BY e.scan_id, e.file_id, e.line ORDER BY e.scan_id, e.file_id, e.line"
-        )
-
-    def exploded(self, relation: str, row: str, column: str) -> str:
-        return (
-            f"SELECT {row}, CAST(generate_subscripts({column}, 1) - 1 AS INTEGER) AS position_, "
-            f"nullif(CAST(unnest({column}) AS STRING), '') AS value FROM {relation}"
         )
 
     def num_items(self, column: str, *, whole: bool) -> str:

@@ -4,14 +4,17 @@ Relation `rows_` holds the value of feature `<i>`, or a list of them, in the col
 per value, and into ids; the ids are then written by `preproc/table/output_files.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, Protocol
 
-from configs.table_schema import Categorical, TableConfig
+import numpy as np
+
+from configs.table_schema import Categorical
 from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.table.expressions import hashed_id
-from preproc.table.output_files import TableFiles, WrittenIds
-from preproc.table.transformation import hashed_ids, vocabulary_ids
+from preproc.table.output_files import ReadIds, TableFiles
+from preproc.table.transformation import NO_VALUE
 from preproc.vocabulary_sql import count_values, merge_counts
 
 Write = Callable[[str, str], None]
@@ -38,49 +41,38 @@ def look_up(text: str, alias: str, vocabulary: str, owner: Categorical) -> Looku
     return Lookup(text, f"CAST(coalesce({alias}.id, 0) AS INTEGER)", join)
 
 
+def ids_of_codes(texts: str, vocabulary: str, owner: Categorical) -> str:
+    """Return a query (row_, id) of the ids of codes by a relation (code, value) of their texts: joined or hashed once each."""
+    found = look_up("r.value", "v", vocabulary, owner)
+    return f"SELECT r.code AS row_, {found.id} AS id FROM {texts} AS r {found.join}"
+
+
 class FeatureValues(Protocol):
     """Values of all features, each named by its number."""
 
     def counts(self, number: int, rows: range) -> str:
         """Return a query (value, count) of the values in some rows."""
 
-    def num_values(self, number: int, rows: range) -> str:
-        """Return a query of one number: the values in some rows."""
-
     def num_rows(self, number: int, rows: range) -> str:
         """Return a query of one number: those of some rows that have a value."""
 
-    def find_ids(self, number: int, vocabulary: str) -> None:
-        """Find the ids of the values, by a relation (value, id)."""
-
-    def hash_ids(self, number: int, owner: Categorical) -> None:
-        """Find the ids of the values as the buckets or keys of feature `owner`."""
+    def find_ids(self, number: int, vocabulary: str, owner: Categorical) -> None:
+        """Find the ids of the values: by a relation (value, id), or as the buckets or keys of feature `owner`."""
 
     def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
-        """Look up a column of `r` with values as of feature `number`, of which `find_ids` or `hash_ids` has run."""
+        """Look up a column of `r` with values as of feature `number`, of which `find_ids` has run."""
 
-    def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
-        """Write the files of the ids of a feature."""
-
-
-def items_of(table: TableConfig, items: str, feature: str) -> str:
-    """Return a query of items, as of `Engine.exploded`, without the empty ones unless they have id 0."""
-    if not table.drops_empty(feature):
-        return items
-    return f"SELECT * FROM ({items}) WHERE value IS NOT NULL"
+    def reader_of_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> ReadIds:
+        """Return what reads the ids of some rows."""
 
 
 class TextValues:
     """Texts: relation `encoded_<i>` holds the ids of all rows."""
 
     def __init__(
-        self,
-        table: TableConfig,
-        write: Write,
-        exploded: Callable[[str, str, str], str],
+        self, features: list[Categorical], write: Write, exploded: Callable[[str], str]
     ) -> None:
-        self._table = table
-        self._features = table.categorical
+        self._features = features
         self._write = write
         self._exploded = exploded
 
@@ -88,43 +80,41 @@ class TextValues:
         """Return the relation of the values: `items_<number>`, a row per value, for a list."""
         if not self._features[number].is_list:
             return f"(SELECT row_, c{number} AS value FROM rows_)"
-        items = self._exploded("rows_", "row_", f"c{number}")
-        self._write(f"items_{number}", items_of(self._table, items, self._features[number].name))
+        self._write(f"items_{number}", self._exploded(f"c{number}"))
         return f"items_{number}"
 
     def counts(self, number: int, rows: range) -> str:
-        return count_values("value", rows_of(rows, self._values(number)))
-
-    def num_values(self, number: int, rows: range) -> str:
-        return f"SELECT count(value) FROM {rows_of(rows, self._values(number))}"
+        return count_values(rows_of(rows, self._values(number)))
 
     def num_rows(self, number: int, rows: range) -> str:
         values = rows_of(rows, self._values(number))
         return f"SELECT count(DISTINCT row_) FROM {values} WHERE value IS NOT NULL"
 
-    def find_ids(self, number: int, vocabulary: str) -> None:
-        ids = vocabulary_ids(self._values(number), vocabulary, self._features[number])
-        self._write(f"encoded_{number}", ids)
-
-    def hash_ids(self, number: int, owner: Categorical) -> None:
-        ids = hashed_ids(self._values(number), owner, self._features[number])
-        self._write(f"encoded_{number}", ids)
+    def find_ids(self, number: int, vocabulary: str, owner: Categorical) -> None:
+        """Write them in the order of rows; those of lists have a `position_` too."""
+        position = ", r.position_" if self._features[number].is_list else ""
+        found = look_up("r.value", "v", vocabulary, owner)
+        query = (
+            f"SELECT r.row_{position}, CASE WHEN r.value IS NULL THEN {NO_VALUE} ELSE {found.id} END AS id "
+            f"FROM {self._values(number)} AS r {found.join} ORDER BY r.row_{position}"
+        )
+        self._write(f"encoded_{number}", query)
 
     def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
         return look_up(f"r.{column}", f"v{number}_", vocabulary, owner)
 
-    def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
-        return files.write_ids(f"encoded_{number}", feature, self._features[number])
+    def reader_of_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> ReadIds:
+        is_list = self._features[number].is_list
+        return partial(files.read_ids, f"encoded_{number}", feature, is_list)
 
 
 class CodedValues:
     """Codes: relation `texts_c<i>` (code, value) lists the values, and `ids_<i>` the ids of all codes in any order."""
 
     def __init__(
-        self, table: TableConfig, write: Write, count: Callable[[int, range], str]
+        self, features: list[Categorical], write: Write, count: Callable[[int, range], str]
     ) -> None:
-        self._features = table.categorical
-        self._table = table
+        self._features = features
         self._write = write
         self._count = count
 
@@ -132,31 +122,14 @@ class CodedValues:
         """Count the codes, then add up those of a value."""
         return merge_counts(self._count(number, rows))
 
-    def num_values(self, number: int, rows: range) -> str:
-        column = f"c{number}"
-        if self._features[number].is_list:
-            return f"SELECT coalesce(sum(list_count({column})), 0) FROM {rows_of(rows)}"
-        return f"SELECT count({column}) FROM {rows_of(rows)}"
-
     def num_rows(self, number: int, rows: range) -> str:
         column = f"c{number}"
         if self._features[number].is_list:
             column = f"nullif(list_count({column}), 0)"
         return f"SELECT count({column}) FROM {rows_of(rows)}"
 
-    def find_ids(self, number: int, vocabulary: str) -> None:
-        """Join the texts, not the rows."""
-        query = (
-            f"SELECT t.code AS row_, CAST(coalesce(v.id, 0) AS INTEGER) AS id FROM texts_c{number} AS t "
-            f"LEFT JOIN {vocabulary} AS v ON t.value = v.value"
-        )
-        self._write(f"ids_{number}", query)
-
-    def hash_ids(self, number: int, owner: Categorical) -> None:
-        """Hash the texts, not the rows."""
-        ids = hashed_id("value", owner)
-        query = f"SELECT code AS row_, {ids} AS id FROM texts_c{number}"
-        self._write(f"ids_{number}", query)
+    def find_ids(self, number: int, vocabulary: str, owner: Categorical) -> None:
+        self._write(f"ids_{number}", ids_of_codes(f"texts_c{number}", vocabulary, owner))
 
     def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
         code, texts, ids = f"r.{column}", f"t{number}_", f"v{number}_"
@@ -166,12 +139,14 @@ class CodedValues:
         )
         return Lookup(f"{texts}.value", f"coalesce({ids}.id, 0)", join)
 
-    def write_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> WrittenIds:
-        described = self._features[number]
-        return files.write_coded(
-            f"c{number}",
-            f"ids_{number}",
-            feature,
-            described,
-            drops_empty=self._table.drops_empty(feature.name),
-        )
+    def reader_of_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> ReadIds:
+        # Imported here, since pyarrow takes 25 MB of memory.
+        from preproc.table.text_codes import read_codes
+
+        ids, directory = files.array(f"ids_{number}", feature), files.directory / files.rows_in
+
+        def read(rows: range) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for codes, lengths in read_codes(directory, f"c{number}", rows):
+                yield ids.take(codes), lengths
+
+        return read

@@ -8,21 +8,11 @@ from configs.messages import printable, shortened, shown
 from configs.table_schema import Numerical, TableConfig
 from preproc.table.expressions import quoted
 
-# Texts that often mean a missing value; only a description can say so.
-USUAL_MISSING = (
-    "na",
-    "n/a",
-    "#n/a",
-    "null",
-    "none",
-    "nil",
-    "missing",
-    "unknown",
-    "-",
-    "?",
-    ".",
-    "\\n",
+MISSING_WORDS = (
+    *("na", "n/a", "#n/a", "nan", "null", "none", "nil", "missing", "unknown"),
+    *("-", "--", "?", ".", "\\n"),
 )
+"""Texts that often mean a missing value; only a description can say so."""
 # Smallest numbers that round to infinity; `as_float` has made those of float32 infinite.
 SMALLEST_OVERFLOW = {"float16": 65520.0, "float32": math.inf}
 
@@ -36,7 +26,7 @@ def bad_row(
     """
     remedy = "correct or remove it" + ", or set on_bad=quarantine" * may_skip
     value = reason.rpartition(",")[0].rpartition(" is ")[2]
-    if value.lower() in USUAL_MISSING:
+    if value.lower() in MISSING_WORDS:
         remedy += f"; if {value!r} means a missing value, set table.missing: ['{value}']"
     elif reason == "the label is missing" and not is_fit:
         remedy += "; rows to be scored need no label: drop its column from the source"

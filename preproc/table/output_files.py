@@ -4,6 +4,8 @@ import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from preproc.dataset_writer import GrowingFile
 from preproc.report.console import LabelSum, ListCounts, NumericalRange
 from preproc.table.expressions import RELATION_FILE, quoted, text
 from preproc.table.extension import DAYS_COLUMNS
-from preproc.table.transformation import stored_ids, stored_lists, stored_numericals
+from preproc.table.transformation import NO_VALUE, stored_ids, stored_numericals
 from preproc.work_directory import Work, small_database
 
 if TYPE_CHECKING:
@@ -30,8 +32,18 @@ CHUNK_ROWS = 1 << 20
 KEPT_CHUNK_ROWS = 1 << 18
 GROUP_ROWS = 122_880
 """Rows of a row group of Parquet: a multiple of the 2,048 in which DuckDB computes."""
-WrittenIds = dict[str, tuple[int, int]]
-"""Ids of a feature that are not 0, and those that are, per split."""
+ReadIds = Callable[[range], Iterator[tuple[np.ndarray, np.ndarray]]]
+"""Yields the ids of some rows, flat, `NO_VALUE` where there is no value, and the lengths of the rows' lists; none without lists."""
+
+
+@dataclass(slots=True)
+class IdCounts:
+    """What became of the values of a feature in the rows of a split."""
+
+    values: int = 0
+    known: int = 0  # of them, those with an id that is not 0
+    zeros: int = 0  # stored ids that are 0
+    lists: ListCounts | None = None
 
 
 class TableFiles:
@@ -41,8 +53,6 @@ class TableFiles:
         self.dataset = dataset
         self.splits = splits
         self.records: dict[str, dict[str, Any]] = {}  # bytes and CRC-32 per written file
-        self.present: dict[tuple[str, str], int] = {}
-        self.lists: dict[tuple[str, str], ListCounts] = {}
         self._connection = small_database()
         spill = text(str(work.directory / "spill_files"))
         self._connection.execute(
@@ -107,27 +117,18 @@ class TableFiles:
         """Write labels, weight and keep rate of relation `rows_`; return the sums of the labels per split."""
         labels = [column for column in columns.values() if column.channel is Channel.label]
         sums: dict[str, dict[str, LabelSum]] = {split: {} for split in self.splits}
-        for name, column in columns.items():
-            found = self._write_row_column(name, column, column_file_name(labels, column))
-            if column in labels:
-                for split, total in found.items():
-                    sums[split][column.name] = total
-        return sums
-
-    def _write_row_column(
-        self, name: str, column: RowColumn, file_name: str
-    ) -> dict[str, LabelSum]:
-        """Write one of them; return its sum per split."""
-        sums = {}
-        for split, rows in self.splits.items():
-            sums[split] = LabelSum(0, column.is_binary)
+        for (name, column), (split, rows) in product(columns.items(), self.splits.items()):
+            total = LabelSum(0, column.is_binary)
+            file_name = column_file_name(labels, column)
             with GrowingFile(self.dataset, f"{split}/{file_name}") as file:
                 for part, chunk in self._chunks(self.rows_in, name, rows):
                     values = np.asarray(chunk[name], column.stored)
                     _expect(len(values) == len(part), name)
-                    sums[split].add(values)
+                    total.add(values)
                     file.append(values)
             self.records |= file.record
+            if column in labels:
+                sums[split][column.name] = total
         return sums
 
     def write_kept(self, names: list[str]) -> None:
@@ -139,20 +140,18 @@ class TableFiles:
 
         assert KEPT_CHUNK_ROWS % ROW_GROUP_ROWS == 0
         columns = ", ".join(f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(names))
-        files = self._files(self.rows_in)
+        query = f"SELECT {columns} FROM read_parquet({self._files(self.rows_in)})"
+        schema = self._connection.sql(f"{query} LIMIT 0").to_arrow_table().schema
         for split, rows in self.splits.items():
-            writer = None
-            for start in range(rows.start, rows.stop, KEPT_CHUNK_ROWS):
-                stop = min(start + KEPT_CHUNK_ROWS, rows.stop)
-                chunk = self._connection.sql(
-                    f"SELECT {columns} FROM read_parquet({files}) "
-                    f"WHERE row_ >= {start} AND row_ < {stop} ORDER BY row_"
-                ).to_arrow_table()
-                _expect(len(chunk) == stop - start, "kept columns")
-                writer = writer or KeptWriter(self.dataset, split, chunk.schema)
-                writer.append(chunk)
-            assert writer is not None, "a split without rows"
-            self.records |= writer.close()
+            with KeptWriter(self.dataset, split, schema) as writer:
+                for start in range(rows.start, rows.stop, KEPT_CHUNK_ROWS):
+                    stop = min(start + KEPT_CHUNK_ROWS, rows.stop)
+                    chunk = self._connection.sql(
+                        f"{query} WHERE row_ >= {start} AND row_ < {stop} ORDER BY row_"
+                    ).to_arrow_table()
+                    _expect(len(chunk) == stop - start, "kept columns")
+                    writer.append(chunk)
+            self.records |= writer.record
 
     def write_numericals(
         self,
@@ -184,109 +183,70 @@ class TableFiles:
             self.records |= file.record
         return ranges
 
-    def write_ids(
-        self, relation: str, feature: CategoricalFeature, described: Categorical
-    ) -> dict[str, tuple[int, int]]:
-        """Write the ids of a feature; return per split the ids that are not 0, and those that are."""
-        counts = {}
-        order_by = "row_, position_" if described.is_list else "row_"
-        for split, rows in self.splits.items():
-            nonzero = zeros = total = 0
-            with GrowingFile(self.dataset, f"{split}/{feature.name}.bin") as file:
-                offsets = GrowingFile(self.dataset, f"{split}/{feature.name}.offsets.bin")
-                if feature.hotness is None:
-                    offsets.__enter__()
-                    offsets.append(np.zeros(1, "<i8"))
-                for part, chunk in self._chunks(relation, "id", rows, order_by):
-                    nonzero += int(np.count_nonzero(chunk["id"]))
-                    ids, lengths = stored_ids(chunk, part, feature, described)
-                    if lengths is not None:
-                        ends = total + np.cumsum(lengths, dtype=np.int64)
-                        offsets.append(ends.astype("<i8"))
-                        total += len(ids)
-                    zeros += ids.size - int(np.count_nonzero(ids))
-                    file.append(ids)
-                if feature.hotness is None:
-                    offsets.__exit__(None)
-                    self.records |= offsets.record
-            self.records |= file.record
-            counts[split] = (nonzero, zeros)
-        return counts
+    def read_ids(
+        self, relation: str, feature: CategoricalFeature, is_list: bool, rows: range
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield ids of a relation (row_, id), of lists (row_, position_, id), as `ReadIds`."""
+        order_by = "row_, position_" if is_list else "row_"
+        for part, chunk in self._chunks(relation, "id", rows, order_by):
+            lengths = np.zeros(0, np.int64)
+            if is_list:
+                inside = np.asarray(chunk["row_"]) - part.start
+                lengths = np.bincount(inside, minlength=len(part))
+            else:
+                _expect(len(chunk["id"]) == len(part), relation)
+            yield np.asarray(chunk["id"]).astype(feature.dtype.newbyteorder("<")), lengths
 
-    def write_coded(
+    def write_ids(
         self,
-        column: str,
-        ids: str,
         feature: CategoricalFeature,
         described: Categorical,
+        read: ReadIds,
         *,
         drops_empty: bool,
-    ) -> WrittenIds:
-        """Write the ids of a feature whose values relation `rows_` holds as codes in `column`.
-
-        `ids`: relation (row_, id) of the ids of all codes from 0, in any order. `described`: its description, which
-        says whether the column has lists. `drops_empty`: leave the empty items of lists out; else they have id 0.
-        """
-        # Imported here, since pyarrow takes 25 MB of memory.
-        from preproc.table.text_codes import read_codes, without_empty
-
-        is_list = described.is_list
-
-        of_codes = self._ids_of_codes(ids, feature)
+    ) -> dict[str, IdCounts]:
+        """Write the ids of a feature; return what became of its values per split. The arguments are those of `stored_ids`."""
         counts = {}
         for split, rows in self.splits.items():
-            nonzero = zeros = present = 0
-            lists = ListCounts()
+            counts[split] = count = IdCounts(lists=ListCounts() if described.is_list else None)
             with ExitStack() as stack:
                 file = stack.enter_context(GrowingFile(self.dataset, f"{split}/{feature.name}.bin"))
-                offsets = None
+                offsets, total = None, 0
                 if feature.hotness is None:
                     name = f"{split}/{feature.name}.offsets.bin"
                     offsets = stack.enter_context(GrowingFile(self.dataset, name))
                     offsets.append(np.zeros(1, "<i8"))
-                    total = 0
-                for codes, lengths in read_codes(
-                    self.directory / self.rows_in, column, rows, is_list
-                ):
-                    if is_list:
-                        lists.empty_items += int(np.count_nonzero(codes < 0))
-                        if drops_empty:
-                            codes, lengths = without_empty(codes, lengths)
-                        lists.add(lengths, feature.hotness)
-                    found = of_codes.take(codes)
-                    present += int(np.count_nonzero(codes >= 0))
-                    nonzero += int(np.count_nonzero(found))
-                    stored = (
-                        stored_lists(found, lengths, feature, described.take) if is_list else found
+                for found, lengths in read(rows):
+                    missing = int(np.count_nonzero(found == NO_VALUE))
+                    count.values += found.size - missing
+                    count.known += int(np.count_nonzero(found)) - missing
+                    ids, lengths = stored_ids(
+                        found, lengths, feature, described, drops_empty=drops_empty
                     )
+                    if count.lists is not None:
+                        count.lists.empty_items += missing
+                        count.lists.add(lengths, feature.hotness)
                     if offsets is not None:
                         ends = total + np.cumsum(lengths, dtype=np.int64)
                         offsets.append(ends.astype("<i8"))
-                        total += len(stored)
-                    zeros += stored.size - int(np.count_nonzero(stored))
-                    file.append(stored)
-            self.present[split, feature.name] = present
-            if is_list:
-                self.lists[split, feature.name] = lists
+                        total += len(ids)
+                    count.zeros += ids.size - int(np.count_nonzero(ids))
+                    file.append(ids)
             self.records |= file.record | (offsets.record if offsets else {})
-            counts[split] = (nonzero, zeros)
         return counts
 
     def write_history(
         self, items: str, slices: str, feature: CategoricalFeature
-    ) -> dict[str, tuple[int, int]]:
-        """Write the ids of a history: slices of an array of items, the latest item first, and then id 0.
-
-        Returns per split the ids that are not 0, and those that are.
-        """
+    ) -> dict[str, IdCounts]:
+        """Write the ids of a history: slices of an array of items, the latest item first, and then id 0."""
         hotness = feature.hotness
         assert hotness is not None
-        ids, counts = self._array(items, feature), {}
+        ids, counts = self.array(items, feature), {}
         back = np.arange(hotness)
         # Memory of a few arrays of this many items.
         rows_at_once = max(CHUNK_ROWS // hotness, 1)
         for split, rows in self.splits.items():
-            nonzero = 0
+            counts[split] = count = IdCounts()
             with GrowingFile(self.dataset, f"{split}/{feature.name}.bin") as file:
                 for part, chunk in self._chunks(slices, "stop_, length_", rows):
                     _expect(len(chunk["stop_"]) == len(part), feature.name)
@@ -295,38 +255,29 @@ class TableFiles:
                         stop = np.asarray(chunk["stop_"][some], np.int64)[:, None]
                         inside = back < np.asarray(chunk["length_"][some], np.int64)[:, None]
                         found = np.where(inside, ids[np.where(inside, stop - 1 - back, 0)], 0)
-                        nonzero += int(np.count_nonzero(found))
+                        count.values += int(np.count_nonzero(inside))
+                        count.known += int(np.count_nonzero(found))
                         file.append(found.astype(feature.dtype.newbyteorder("<")))
             self.records |= file.record
-            counts[split] = (nonzero, len(rows) * hotness - nonzero)
+            count.zeros = len(rows) * hotness - count.known
         return counts
 
-    def _ids_of_codes(self, relation: str, feature: CategoricalFeature) -> np.ndarray:
-        """Return the ids of codes as an array in a file of the work directory, and behind them a 0, for no code."""
+    def array(self, relation: str, feature: CategoricalFeature) -> np.ndarray:
+        """Return the ids of a relation (row_, id) as an array in a file of the work directory, and behind them `NO_VALUE`."""
         import pyarrow.parquet as pq
 
+        files = sorted((self.directory / relation).glob("*.parquet"))
         path = self.directory / f"{relation}.bin"
         dtype = feature.dtype.newbyteorder("<")
-        with pq.ParquetFile(self.directory / relation / RELATION_FILE) as file:
-            count = file.metadata.num_rows + 1
-            allocate(path, count * dtype.itemsize)
-            ids = np.memmap(path, dtype, "r+", shape=(count,))
-            for batch in file.iter_batches(CHUNK_ROWS, use_threads=False):
-                ids[np.asarray(batch.column("row_"))] = np.asarray(batch.column("id"))
+        count = sum(pq.read_metadata(file).num_rows for file in files) + 1
+        allocate(path, count * dtype.itemsize)
+        ids = np.memmap(path, dtype, "r+", shape=(count,))
+        ids[-1] = NO_VALUE
+        for name in files:
+            with pq.ParquetFile(name) as file:
+                for batch in file.iter_batches(CHUNK_ROWS, use_threads=False):
+                    ids[np.asarray(batch.column("row_"))] = np.asarray(batch.column("id"))
         return np.asarray(ids)
-
-    def _array(self, relation: str, feature: CategoricalFeature) -> np.ndarray:
-        """Return the ids of a relation (row_, id) as an array in a file of the work directory; at least one."""
-        query = f"SELECT count(*) FROM read_parquet({self._files(relation)})"
-        with self._connection.cursor() as cursor:
-            ((num_items,),) = cursor.execute(query).fetchall()
-        path = self.directory / f"{relation}.bin"
-        dtype = np.dtype(np.int64 if feature.is_dynamic else np.int32)
-        with path.open("wb") as stream:
-            for part, chunk in self._chunks(relation, "id", range(num_items)):
-                _expect(len(chunk["id"]) == len(part), relation)
-                np.asarray(chunk["id"], dtype).tofile(stream)
-        return np.memmap(path, dtype, "r") if num_items else np.zeros(1, dtype)
 
     def write_vocabulary(self, relation: str, name: str, *, has_days: bool = False) -> None:
         """Write vocabulary/NAME.parquet: value, id and count, in the order of ids, and the columns of a later day."""

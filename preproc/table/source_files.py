@@ -105,19 +105,18 @@ def listed(names: list[str]) -> str:
 
 def _check_names(file: RawFile, names: list[str]) -> None:
     seen: dict[str, int] = {}
+    or_names = "" if file.is_parquet else ", or set the source's columns to names of your own"
     for number, name in enumerate(names, start=1):
         if name.lower() in seen:
             raise ValueError(
                 f"{file.path}: columns {seen[name.lower()]} and {number} are both called {shown(name)} (SQL ignores "
-                "case); rename one"
-                + ("" if file.is_parquet else ", or set the source's columns to names of your own")
+                f"case); rename one{or_names}"
             )
         seen[name.lower()] = number
         if name.lower() in (RESERVED_IN_PARQUET if file.is_parquet else RESERVED):
             raise ValueError(
                 f"{file.path}: column {number} is called {shown(name)}, a name that preprocessing itself uses; "
-                "rename it"
-                + ("" if file.is_parquet else ", or set the source's columns to names of your own")
+                f"rename it{or_names}"
             )
 
 

@@ -250,10 +250,10 @@ class SparkEngine:
             ]
         return bad_lines
 
-    def exploded(self, relation: str, row: str, column: str) -> str:
+    def exploded(self, column: str) -> str:
         return (
-            f"SELECT {row}, position_, nullif(CAST(item_ AS STRING), '') AS value FROM "
-            f"(SELECT {row}, posexplode({column}) AS (position_, item_) FROM {relation})"
+            "SELECT row_, position_, nullif(CAST(item_ AS STRING), '') AS value FROM "
+            f"(SELECT row_, posexplode({column}) AS (position_, item_) FROM rows_)"
         )
 
     def num_items(self, column: str, *, whole: bool) -> str:

@@ -19,6 +19,8 @@ from preproc.table.expressions import RELATION_FILE
 
 # Rows that differ in few texts are coded in 4 bytes.
 MOST_CODES = 2**31 - 1
+NO_CODE = -1
+"""In place of the code of a missing text."""
 BATCH_TEXTS = 1 << 17
 TEXTS_SCHEMA = pa.schema({"code": pa.int32(), "value": pa.string()})
 
@@ -26,7 +28,7 @@ TextBatch = tuple[pa.RecordBatch, Mapping[str, list[pa.DictionaryArray]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Coded:
+class Coded:
     """A text column of a batch."""
 
     codes: pa.Array  # indices into `texts`, null for a missing text
@@ -41,10 +43,10 @@ class _Coded:
         return pa.ListArray.from_arrays(self.offsets, codes, mask=self.missing)
 
 
-def _coded(texts: pa.Array) -> _Coded:
+def coded_texts(texts: pa.Array) -> Coded:
     if pa.types.is_list(texts.type):
-        items = _coded(texts.values)
-        return _Coded(items.codes, items.texts, texts.offsets, texts.is_null())
+        items = coded_texts(texts.values)
+        return Coded(items.codes, items.texts, texts.offsets, texts.is_null())
     if pa.types.is_dictionary(texts.type) and len(texts.dictionary) > len(texts):
         # Of a row group of many batches: each would list all texts.
         texts = texts.cast(texts.type.value_type)
@@ -52,16 +54,16 @@ def _coded(texts: pa.Array) -> _Coded:
     codes, empty = encoded.indices, pc.index(encoded.dictionary, "").as_py()
     if empty >= 0:
         codes = pc.if_else(pc.equal(codes, empty), None, codes)
-    return _Coded(codes, encoded.dictionary.cast(pa.string()))
+    return Coded(codes, encoded.dictionary.cast(pa.string()))
 
 
-def _joined(parts: list[_Coded]) -> _Coded:
+def _joined(parts: list[Coded]) -> Coded:
     """Return the codes of consecutive rows as those of one column."""
     if len(parts) == 1:
         return parts[0]
     firsts = np.cumsum([0, *(len(part.texts) for part in parts)])
     codes = [part.column(int(first)) for part, first in zip(parts, firsts, strict=False)]
-    return _Coded(pa.concat_arrays(codes), pa.concat_arrays([part.texts for part in parts]))
+    return Coded(pa.concat_arrays(codes), pa.concat_arrays([part.texts for part in parts]))
 
 
 def write_coded(
@@ -77,11 +79,11 @@ def write_coded(
     another one reads the batches, and this one writes. Raises ValueError: a column has more texts than codes.
     """
 
-    def coded(batch: TextBatch) -> tuple[pa.RecordBatch, dict[str, _Coded]]:
+    def coded(batch: TextBatch) -> tuple[pa.RecordBatch, dict[str, Coded]]:
         rows, dictionaries = batch
         return rows, {
             name: _joined(
-                [_coded(texts) for texts in dictionaries.get(name) or [rows.column(name)]]
+                [coded_texts(texts) for texts in dictionaries.get(name) or [rows.column(name)]]
             )
             for name in columns
         }
@@ -149,7 +151,7 @@ class _Writer:
         for writer in self._writers:
             abandon_writer(writer)
 
-    def append(self, batch: pa.RecordBatch, coded: dict[str, _Coded]) -> None:
+    def append(self, batch: pa.RecordBatch, coded: dict[str, Coded]) -> None:
         rows = np.arange(self._num_rows, self._num_rows + len(batch))
         self._num_rows += len(batch)
         columns = [as_arrow(rows)]
@@ -162,7 +164,7 @@ class _Writer:
             )
         self._rows.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
-    def _append_texts(self, name: str, coded: _Coded) -> int:
+    def _append_texts(self, name: str, coded: Coded) -> int:
         """Write the texts of a column; return their first code."""
         first = self._num_codes[name]
         last = first + len(coded.texts)
@@ -177,13 +179,19 @@ class _Writer:
         return first
 
 
-def read_codes(
-    directory: Path, column: str, rows: range, is_list: bool
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the codes of some rows, flat, -1 for a missing text, and the lengths of the rows' lists.
+def flat_codes(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return the codes of rows, flat, `NO_CODE` for a missing text, and the lengths of their lists; none without lists."""
+    lengths = np.zeros(0, np.int32)
+    if pa.types.is_list(column.type):
+        lengths = np.asarray(column.value_lengths().fill_null(0))
+        column = column.flatten()
+    return np.asarray(column.fill_null(NO_CODE)), lengths
 
-    `is_list`: whether it has lists; else there are no lengths.
-    """
+
+def read_codes(
+    directory: Path, column: str, rows: range
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the codes of some rows, and the lengths of lists, as `flat_codes`."""
     with pq.ParquetFile(directory / RELATION_FILE) as file:
         first = 0
         for group in range(file.num_row_groups):
@@ -192,29 +200,14 @@ def read_codes(
             if start < end:
                 table = file.read_row_group(group, [column], use_threads=False)
                 for chunk in table.column(0).slice(start - first, end - start).chunks:
-                    lengths = np.zeros(0, np.int32)
-                    if is_list:
-                        lengths = np.asarray(chunk.value_lengths().fill_null(0))
-                        chunk = chunk.flatten()
-                    yield np.asarray(chunk.fill_null(-1)), lengths
+                    yield flat_codes(chunk)
             first = stop
 
 
-def without_empty(codes: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the codes and lengths of lists, as of `read_codes`, without the items that are missing texts."""
-    has_text = codes >= 0
-    if has_text.all():
-        return codes, lengths
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    return codes[has_text], np.bincount(rows[has_text], minlength=len(lengths))
-
-
-def count_codes(
-    directory: Path, column: str, rows: range, is_list: bool, num_codes: int
-) -> np.ndarray:
+def count_codes(directory: Path, column: str, rows: range, num_codes: int) -> np.ndarray:
     """Return how often every code occurs in some rows, int64 [num_codes]; arguments as of `read_codes`."""
     counts = np.zeros(num_codes, np.int64)
-    for codes, _ in read_codes(directory, column, rows, is_list):
+    for codes, _ in read_codes(directory, column, rows):
         if len(codes) and codes.min() < 0:
             codes = codes[codes >= 0]
         if len(codes):

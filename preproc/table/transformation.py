@@ -11,7 +11,10 @@ import numpy as np
 from configs.table_schema import Categorical, Numerical, TableConfig, transform_of
 from configs.transforms import transform_named
 from dataloading.dataset.feature_spec import CategoricalFeature
-from preproc.table.expressions import as_float, hashed_id, transformed
+from preproc.table.expressions import as_float, transformed
+
+NO_VALUE = -1
+"""In place of the id, or the key, of a missing value or an empty item."""
 
 
 def numerical_columns(
@@ -57,23 +60,6 @@ def changed_values(
     return conditions
 
 
-def vocabulary_ids(values: str, vocabulary: str, feature: Categorical) -> str:
-    """Return the query (row_, id) of a feature, in the order of rows; lists have a `position_` too."""
-    position = ", r.position_" if feature.is_list else ""
-    return (
-        f"SELECT r.row_{position}, CAST(coalesce(v.id, 0) AS INTEGER) AS id "
-        f"FROM {values} AS r LEFT JOIN {vocabulary} AS v ON r.value = v.value "
-        f"ORDER BY r.row_{position}"
-    )
-
-
-def hashed_ids(values: str, owner: Categorical, feature: Categorical) -> str:
-    """Return the query of `vocabulary_ids` for a feature whose values are hashed."""
-    position = ", r.position_" if feature.is_list else ""
-    ids = hashed_id("r.value", owner)
-    return f"SELECT r.row_{position}, {ids} AS id FROM {values} AS r ORDER BY r.row_{position}"
-
-
 def stored_numericals(columns: Sequence[np.ndarray], dtype: str) -> np.ndarray:
     """Return numericals [rows, features] as they are stored, infinite where the type cannot hold them."""
     with np.errstate(over="ignore"):
@@ -81,38 +67,31 @@ def stored_numericals(columns: Sequence[np.ndarray], dtype: str) -> np.ndarray:
 
 
 def stored_ids(
-    rows: Mapping[str, np.ndarray],
-    part: range,
+    ids: np.ndarray,
+    lengths: np.ndarray,
     feature: CategoricalFeature,
     described: Categorical,
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the ids of some rows as they are stored, [rows], [rows, hotness] or flat, and the lengths of ragged ones."""
-    ids = np.asarray(rows["id"], np.int64 if feature.is_dynamic else np.int32)
-    lengths = None
-    if described.is_list:
-        lengths = np.bincount(np.asarray(rows["row_"]) - part.start, minlength=len(part))
-        ids = stored_lists(ids, lengths, feature, described.take)
-        lengths = None if feature.hotness is not None else lengths
-    elif len(ids) != len(part):  # no assertion, which `python -O` would leave out
-        raise RuntimeError(f"{feature.name}: {len(ids)} ids of {len(part)} rows")
-    return ids.astype(feature.dtype.newbyteorder("<")), lengths
+    *,
+    drops_empty: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids as they are stored, [rows], [rows, hotness] or flat, and the lengths of lists before they are cut.
 
-
-def stored_lists(
-    ids: np.ndarray, lengths: np.ndarray, feature: CategoricalFeature, take: str
-) -> np.ndarray:
-    """Return flat ids [ids] as they are stored: unchanged if ragged, else [rows, hotness].
-
-    Longer lists are cut to their `first` or `last` ids, by `take`; shorter ones are padded with 0.
+    `ids`: flat, `NO_VALUE` where there is none, which they get 0 for. `drops_empty`: leave such items of lists out instead.
     """
-    hotness = feature.hotness
-    if hotness is None:
-        return ids
+    has_value, hotness = ids != NO_VALUE, feature.hotness
+    if described.is_list and drops_empty and not has_value.all():
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        ids, lengths = ids[has_value], np.bincount(rows[has_value], minlength=len(lengths))
+    else:
+        ids[~has_value] = 0
+    if not described.is_list or hotness is None:
+        return ids, lengths
+    kept = ids
     if len(lengths) and lengths.max() > hotness:
         index = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        if take == "last":
+        if described.take == "last":
             index = np.repeat(lengths, lengths) - 1 - index
-        ids = ids[index < hotness]
+        kept = ids[index < hotness]
     fixed = np.zeros((len(lengths), hotness), ids.dtype)
-    fixed[np.arange(hotness) < lengths[:, None]] = ids
-    return fixed
+    fixed[np.arange(hotness) < lengths[:, None]] = kept
+    return fixed, lengths

@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 
 from dataloading.dataset.documents import resolved
-from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
+from dataloading.dataset.feature_spec import NO_KEY, CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, expect
 
 _UNLISTED = (None, None)
-NO_KEY = -1
-"""Padding of ragged requests, which no key may be."""
 
 Wrong = Callable[[np.ndarray], np.ndarray]
 """Items of a chunk -> bool per item, True where it is invalid."""
@@ -164,19 +162,13 @@ def wrong_ids(feature: CategoricalFeature) -> str:
 def _ids(feature: CategoricalFeature, offsets: np.ndarray | None) -> Column:
     """Return the check of the ids of `feature`; `offsets` are int64 [N + 1] for a ragged one."""
 
-    def wrong(ids: np.ndarray) -> np.ndarray:
-        if feature.is_dynamic:
-            return ids == NO_KEY
-        # Viewed as unsigned, a negative id is too large as well.
-        return ids.view(f"<u{ids.itemsize}") >= feature.cardinality
-
     def where(index: int) -> str:
         if offsets is None:
             return _row(index // (feature.hotness or 1))
         return _row(int(offsets.searchsorted(index, "right")) - 1)
 
-    kind = wrong_ids(feature)
-    return Column(feature.dtype.newbyteorder("<"), wrong, kind, where)
+    dtype = feature.dtype.newbyteorder("<")
+    return Column(dtype, feature.wrong, wrong_ids(feature), where)
 
 
 def _offsets() -> Column:

@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, parquet_columns
 from dataloading.dataset.parquet_files import check_columns, open_file
 from preproc.report.console import LabelSum
-from preproc.verify.binary import NO_KEY, mistakes, wrong_ids
+from preproc.verify.binary import mistakes, wrong_ids
 
 
 def check_values(
@@ -79,6 +79,6 @@ def _wrong_ids(
         if holes.any():
             yield f"missing ids of '{feature.name}'", rows[holes], None
     ids = np.asarray(pc.fill_null(values, 0))
-    outside = ids == NO_KEY if feature.is_dynamic else (ids < 0) | (ids >= feature.cardinality)
+    outside = feature.wrong(ids)
     if outside.any():
         yield wrong_ids(feature), rows[outside], ids[outside.argmax()]

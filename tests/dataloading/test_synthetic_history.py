@@ -19,15 +19,13 @@ from tests.helpers.preproc_command import preproc
 TABLES = {"user": 30, "item": 1000, "genre": 20}
 
 
-def plain():
-    return SyntheticSource(2000, 9000, 2, TABLES, seed=3)
+def plain(**history):
+    return SyntheticSource(2000, 9000, 2, TABLES, seed=3, **history)
 
 
 @pytest.fixture(scope="module")
 def source():
-    made = plain()
-    made.add_history(["item", "genre"], 12.0, 40)
-    return made
+    return plain(history=["item", "genre"], history_length=12.0, history_max_length=40)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.synthetic import SyntheticSource
-from preproc import synthetic
+from preproc.convert import rows as rows_module
 from tests.helpers.preproc_command import data_files, preproc
 
 STREAM = [
@@ -24,7 +24,7 @@ STREAM = [
 
 
 def test_the_dataset_holds_the_rows_of_the_stream(tmp_path, monkeypatch):
-    monkeypatch.setattr(synthetic, "CHUNK_ROWS", 64)
+    monkeypatch.setattr(rows_module, "CHUNK_ROWS", 64)
     preproc(*STREAM, f"output={tmp_path / 'out'}", "numerical_dtype=float32", "threads=3")
     stream = SyntheticSource(1000, 90, 3, [5, 40000, 300], [1, 1, 4], exponent=1.05, seed=7)
     written = BinarySource(FeatureSpec.load(tmp_path / "out"))
@@ -38,7 +38,7 @@ def test_the_dataset_holds_the_rows_of_the_stream(tmp_path, monkeypatch):
 
 
 def test_the_number_of_threads_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(synthetic, "CHUNK_ROWS", 64)
+    monkeypatch.setattr(rows_module, "CHUNK_ROWS", 64)
     for threads in (1, 4):
         preproc(*STREAM, f"output={tmp_path / str(threads)}", f"threads={threads}")
     assert data_files(tmp_path / "1") == data_files(tmp_path / "4")

@@ -11,7 +11,7 @@ relation, so a killed run resumes after the last one.
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from configs.messages import shown
 from configs.options import require
@@ -30,7 +30,7 @@ from preproc.fitted_state import (
 from preproc.raw_files import RawFile, fingerprint, refuse_copies
 from preproc.report.console import LogCounts, Progress, RowCounts, print_result
 from preproc.report.plot import load_library
-from preproc.table.duckdb_engine import DuckDBEngine, Engine
+from preproc.table.duckdb_engine import DuckDBEngine, Engine, TextEngine
 from preproc.table.feature_values import CodedValues, FeatureValues, TextValues
 from preproc.table.pipeline.categoricals import encode_features
 from preproc.table.pipeline.histories import history_ids, slice_histories
@@ -80,7 +80,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
             rows = _build(Journal(config, table, engine, work, progress, sources, fitted))
         finally:
             engine.close()
-    print_result(progress.console, progress, output, rows)
+    print_result(progress, output, rows)
 
 
 def _counted_files(
@@ -161,7 +161,7 @@ def _identity(
         "fitted": fitted.files if fitted else None,
         "table": asdict(table),
         "engine": config.engine.name,
-        "format": 4,
+        "format": 5,
         "files": [
             [str(file.path.resolve()), file.path.stat().st_size, file.path.stat().st_mtime_ns]
             for file in files
@@ -254,16 +254,16 @@ def _transform(
 
 def _feature_values(journal: Journal) -> FeatureValues:
     """Return the values of the categorical features, as the engine has stored them."""
-    engine, table = journal.engine, journal.table
+    engine, features = journal.engine, journal.table.categorical
     if not engine.codes_texts:
-        return TextValues(table, journal.query, engine.exploded)
+        return TextValues(features, journal.query, cast("TextEngine", engine).exploded)
     assert isinstance(engine, DuckDBEngine)
     directory = journal.work.directory / journal.work.state["rows_in"]
 
     def count_codes(number: int, rows: range) -> str:
-        return engine.count_codes(directory, f"c{number}", rows, table.categorical[number].is_list)
+        return engine.count_codes(directory, f"c{number}", rows, features[number].is_list)
 
-    return CodedValues(table, journal.query, count_codes)
+    return CodedValues(features, journal.query, count_codes)
 
 
 def _read(journal: Journal) -> list[str]:

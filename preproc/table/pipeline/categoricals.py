@@ -87,7 +87,7 @@ def _encode_group(
     rare = _make_vocabulary(journal, first, owner)
     _note_values(journal, first, owner)
     for number in numbers:
-        values.find_ids(number, values_with_id(journal, first, owner))
+        values.find_ids(number, values_with_id(journal, first, owner), owner)
     covered_query = coverage(f"counts_{first}", COVERAGE_LIMITS)
     (sums,) = journal.engine.rows(
         f"SELECT * FROM ({covered_query}) CROSS JOIN (SELECT count(*) FROM {name})"
@@ -207,7 +207,7 @@ def _hashed(
     owner: Categorical,
     counted: range,
 ) -> EncodedFeature:
-    values.hash_ids(number, owner)
+    values.find_ids(number, "", owner)
     ((seen, distinct),) = journal.engine.rows(
         f"SELECT CAST(sum(count) AS BIGINT), count(*) FROM ({values.counts(number, counted)})"
     )

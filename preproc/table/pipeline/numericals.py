@@ -7,7 +7,7 @@ from typing import Any
 from configs.messages import shown
 from configs.table_schema import Categorical, History, Numerical, transform_of
 from configs.transforms import TRANSFORMS, is_served, transform_named
-from preproc.report.console import ColumnSummary, NumericalRange
+from preproc.report.console import ColumnSummary, NumericalRange, SplitSummary
 from preproc.table.duckdb_engine import QueryError
 from preproc.table.expressions import (
     double,
@@ -21,7 +21,7 @@ from preproc.table.mistakes import SMALLEST_OVERFLOW, overflow
 from preproc.table.output_files import TableFiles
 from preproc.table.pipeline.journal import Journal
 from preproc.table.pipeline.rows import where_in_output
-from preproc.table.transformation import length_columns, numerical_columns
+from preproc.table.transformation import changed_values, length_columns, numerical_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +146,24 @@ def write_numericals(
         dtype,
         lambda: _refuse_overflows(journal, numericals.relation),
     )
+
+
+def count_changes(
+    journal: Journal,
+    splits: dict[str, range],
+    summaries: dict[str, SplitSummary],
+    statistics: dict[str, list[list[float]]],
+) -> None:
+    """Count per split the values that transforms emptied or replaced."""
+    changes = changed_values(journal.table.numerical, statistics)
+    counts = (f"sum(CASE WHEN {sql} THEN 1 ELSE 0 END)" for *_, sql in changes)
+    selected = ", ".join(f"CAST({count} AS BIGINT)" for count in counts)
+    for split, rows in splits.items() if changes else ():
+        (found,) = journal.engine.rows(f"SELECT {selected} FROM {rows_of(rows)}")
+        for (name, kind, _), count in zip(changes, found, strict=True):
+            summary = summaries[split]
+            of_kind = summary.emptied if kind == "emptied" else summary.clipped
+            of_kind[name] = of_kind.get(name, 0) + count
 
 
 def _refuse_overflows(journal: Journal, relation: str) -> None:

@@ -45,21 +45,22 @@ def stage_rows(journal: Journal) -> int:
 
 def _number_all(journal: Journal, path: Path) -> None:
     """Write all rows with row numbers, and beside them the lines that the engine could not read."""
+    fitted = journal.fitted
     sources = {name: read_columns(*source) for name, source in journal.sources.items()}
     staging = Staging(
         journal.engine,
         journal.table,
         sources,
         may_lack_labels=journal.config.mode is Mode.transform,
-        fitted=None if journal.fitted is None else journal.fitted.text_columns,
+        fitted=None if fitted is None else fitted.text_columns,
     )
     staging.refuse_text_order(
-        is_fit=journal.fitted is None,
-        is_its_query=journal.fitted is not None and journal.fitted.query == journal.table.query,
+        is_fit=fitted is None,
+        is_its_query=fitted is not None and fitted.table.query == journal.table.query,
     )
     staging.refuse_no_text()
-    if journal.fitted is not None:
-        refuse_other_numbers(staging.five, journal.fitted.five)
+    if fitted is not None:
+        refuse_other_numbers(staging.five, fitted.five)
     journal.work.state["five"] = staging.five
     for name, five in staging.five.items():
         if five != "5":
@@ -121,8 +122,13 @@ def _refuse_bad(journal: Journal) -> None:
 def _where(journal: Journal, row: int, file: int) -> str:
     if journal.table.query:
         return f"row {row + 1} in the order of table.order_by"
-    ((first,),) = journal.engine.rows(f"SELECT min(row_) FROM all_ WHERE file_ = {file}")
-    _, files = next(iter(journal.sources.values()))
+    return where_in_source(journal, "all_", next(iter(journal.sources)), row, file)
+
+
+def where_in_source(journal: Journal, relation: str, source: str, row: int, file: int) -> str:
+    """Return the file and the number in it of a row of a source, by the relation of its rows."""
+    ((first,),) = journal.engine.rows(f"SELECT min(row_) FROM {relation} WHERE file_ = {file}")
+    _, files = journal.sources[source]
     return f"{files[file].path}, row {row - first + 1}"
 
 

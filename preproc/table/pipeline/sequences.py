@@ -21,6 +21,7 @@ from preproc.table.feature_values import FeatureValues, Lookup, look_up
 from preproc.table.known_values import refuse_other_numbers
 from preproc.table.pipeline.categoricals import values_with_id
 from preproc.table.pipeline.journal import Journal
+from preproc.table.pipeline.rows import where_in_source
 from preproc.table.source_files import read_columns
 from preproc.table.staging import Staging
 
@@ -197,12 +198,9 @@ def _stage_events(journal: Journal, number: int) -> str:
     bad = journal.engine.rows(first_bad)
     if bad and journal.config.on_bad is OnBad.fail:
         [(row, file, reason)] = bad
-        ((first,),) = journal.engine.rows(f"SELECT min(row_) FROM {name} WHERE file_ = {file}")
-        _, files = journal.sources[log.source]
+        at = where_in_source(journal, name, log.source, row, file)
         journal.work.forget()
-        raise ValueError(
-            f"{files[file].path}, row {row - first + 1}: {shortened(printable(reason), 300)}; correct or remove it"
-        )
+        raise ValueError(f"{at}: {shortened(printable(reason), 300)}; correct or remove it")
     if bad:
         ((count,),) = journal.engine.rows(f"SELECT count(bad_) FROM {name}")
         journal.progress.say(f"note: {where}: {count:,} bad rows are left out")

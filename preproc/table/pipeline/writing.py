@@ -11,13 +11,12 @@ from dataloading.lineage import RARE
 from preproc.complete_dataset import draw_report, row_columns
 from preproc.report.console import ColumnSummary, LogCounts, SplitSummary, print_notes
 from preproc.table.feature_values import FeatureValues
-from preproc.table.output_files import TableFiles, WrittenIds
+from preproc.table.output_files import IdCounts, TableFiles
 from preproc.table.pipeline.categoricals import EncodedFeature
 from preproc.table.pipeline.journal import Journal
-from preproc.table.pipeline.numericals import Numericals, write_numericals
+from preproc.table.pipeline.numericals import Numericals, count_changes, write_numericals
 from preproc.table.pipeline.rows import where_in_output
 from preproc.table.pipeline.sequences import sequence_group
-from preproc.table.pipeline.summaries import count_changes, count_unseen
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +66,17 @@ def write_splits(
         kept.result()
         for log in logs:
             log.result()
-        nonzeros: dict[str, dict[str, int]] = {split: {} for split in splits}
         hotness = {feature.name: feature.hotness for feature in of.categorical}
         for name, counts in features.items():
-            for split, (num_nonzero, num_zero) in counts.result().items():
-                nonzeros[split][name] = num_nonzero
-                summaries[split].zero_ids[name] = num_zero
-                if (split, name) in files.lists:
-                    summaries[split].lists[name] = files.lists[split, name]
+            for split, count in counts.result().items():
+                summary = summaries[split]
+                summary.zero_ids[name] = count.zeros
+                summary.unseen[name] = count.values - count.known
+                if count.lists is not None:
+                    summary.lists[name] = count.lists
                 # Lists of a fixed length are cut and filled, ragged ones are complete.
-                num_ids = len(splits[split]) * (hotness[name] or 0) or num_nonzero + num_zero
-                summaries[split].num_ids[name] = num_ids
+                num_ids = len(splits[split]) * (hotness[name] or 0) or count.known + count.zeros
+                summary.num_ids[name] = num_ids
         for number in range(len(table.event_lists)):
             _write_lists(journal, of, files, number)
     # A fit that is only applied cannot be changed.
@@ -85,25 +84,31 @@ def write_splits(
         # The length of a list or a history is left as it is.
         scaled = [feature.name for feature in table.numerical]
         print_notes(journal.progress.console, {name: ranges[name] for name in scaled})
-    count_unseen(journal, of.values, splits, summaries, nonzeros, files.present)
     count_changes(journal, splits, summaries, of.statistics)
     return summaries, files.records
 
 
 def _begin_features(
     journal: Journal, of: Transformed, files: TableFiles, pool: ThreadPoolExecutor
-) -> dict[str, Future[WrittenIds]]:
+) -> dict[str, Future[dict[str, IdCounts]]]:
     """Begin to write ids and vocabularies; return the counts of the ids of every feature."""
     if any(column.rare for column in of.encoded.values()):
         (journal.work.dataset / RARE).mkdir(exist_ok=True)
 
-    def write(number: int) -> WrittenIds:
+    table = journal.table
+
+    def write(number: int) -> dict[str, IdCounts]:
         feature = of.categorical[number]
-        past = number - len(journal.table.categorical)
+        past = number - len(table.categorical)
         if past >= 0:
             counts = files.write_history(f"past_ids_{past}", f"slices_{past}", feature)
         else:
-            counts = of.values.write_ids(files, number, feature)
+            counts = files.write_ids(
+                feature,
+                table.categorical[number],
+                of.values.reader_of_ids(files, number, feature),
+                drops_empty=table.drops_empty(feature.name),
+            )
         written = of.encoded[feature.name]
         if written.vocabulary:
             files.write_vocabulary(written.vocabulary, feature.name, has_days=written.has_days)

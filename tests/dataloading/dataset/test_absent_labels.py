@@ -97,9 +97,8 @@ def test_a_split_lacks_all_labels_or_none(tmp_path):
 def test_convert_and_verify(tmp_path):
     spec = write(tmp_path / "data", {"click", "price", "w"})
     kept = pa.table({"order": pa.array([f"o{i}" for i in range(ROWS)])})
-    writer = KeptWriter(tmp_path / "data", "test", kept.schema)
-    writer.append(kept)
-    writer.close()
+    with KeptWriter(tmp_path / "data", "test", kept.schema) as writer:
+        writer.append(kept)
     for source, name, to in (("data", "parquet", "parquet"), ("parquet", "binary", "binary")):
         preproc(
             "mode=convert", f"path={tmp_path / source}", f"output={tmp_path / name}", f"to={to}"

@@ -26,10 +26,10 @@ TABLE = pa.table(
 def root(tmp_path: Path, monkeypatch) -> Path:
     """Write the table in row groups of 8 rows, in chunks of 16."""
     monkeypatch.setattr(kept_columns, "ROW_GROUP_ROWS", 8)
-    writer = KeptWriter(tmp_path, "test", TABLE.schema)
-    for start in range(0, ROWS, 16):
-        writer.append(TABLE.slice(start, 16))
-    assert list(writer.close()) == [kept_file_name("test")]
+    with KeptWriter(tmp_path, "test", TABLE.schema) as writer:
+        for start in range(0, ROWS, 16):
+            writer.append(TABLE.slice(start, 16))
+    assert list(writer.record) == [kept_file_name("test")]
     return tmp_path
 
 

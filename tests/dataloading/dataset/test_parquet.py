@@ -241,6 +241,18 @@ def test_a_wrong_value_is_named_with_row_and_file(tmp_path, column, values, mess
         assert read_error(root, split).startswith(message.format(b=root / "b.parquet"))
 
 
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize("column", ["user", "tags"])
+def test_a_negative_id_of_a_narrow_column_is_no_id_of_a_large_table(tmp_path, column):
+    def enlarge(document):
+        document["feature_spec"][column]["cardinality"] = 300
+
+    kinds = {"user": pa.array([1, -1, 3], pa.int8())}
+    kinds["tags"] = pa.array([[1], [-1], [2]], pa.list_(pa.int8()))
+    error = read_error(foreign(tmp_path, enlarge, **{column: kinds[column]}))
+    assert error.startswith(f"feature '{column}': id -1 at row 1 of {tmp_path / 'b.parquet'} lies")
+
+
 def test_a_row_with_another_number_of_ids_is_named(tmp_path):
     def two(document):
         document["feature_spec"]["tags"]["hotness"] = 2

@@ -61,9 +61,8 @@ def write_orders(root: Path) -> Path:
         numbers = range(rows)
         ids = [f"{'o' if split == 'test' else 't'}{n}" for n in numbers]
         orders = pa.table({"order_id": ids, "price": [n / 8 for n in numbers]})
-        kept = KeptWriter(root, split, orders.schema)
-        kept.append(orders)
-        kept.close()
+        with KeptWriter(root, split, orders.schema) as kept:
+            kept.append(orders)
     return root
 
 

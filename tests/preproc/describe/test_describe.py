@@ -152,6 +152,13 @@ def test_a_written_description_preprocesses_as_it_is(kind, tmp_path):
     assert num_rows(spec) == ROWS
 
 
+@pytest.mark.parametrize("word", ["NA", ".", "unknown"])
+def test_a_word_among_numbers_stands_for_no_value(tmp_path, word):
+    ages = (word if i % 5 == 0 else str(i) for i in range(40))
+    source = lines(tmp_path / "rows.csv", ["y,age", *(f"{i % 2},{v}" for i, v in enumerate(ages))])
+    assert described(source, tmp_path)["table"]["missing"] == [word]
+
+
 def test_a_description_says_why_and_trains(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "shop.csv", csv_rows(","))

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from preproc.convert.rows import natural_order
-from preproc.raw_files import find_files
+from preproc.raw_files import find_files, natural_order
 from preproc.transformed_rows import open_transformed_rows
 from tests.helpers.preproc_command import data_files
 from tests.preproc.table.test_pipeline import build

@@ -1,6 +1,7 @@
 """New rows of a fit: one split in the order of the files, labels where there are any, and raw columns beside every row."""
 
 import csv
+import errno
 import random
 from datetime import date, timedelta
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from configs.overrides import to_config
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.dataset.kept_columns import KeptColumns
+from dataloading.dataset.kept_columns import KeptColumns, KeptWriter
 from dataloading.dataset.open_dataset import open_dataset
 from preproc.__main__ import refuse_idle_split
 from tests.helpers.command import run_command
@@ -87,6 +88,20 @@ def root(tmp_path_factory) -> Path:
 def new_rows(root: Path, output: Path, table: dict, *more: str) -> Path:
     build(output, table, "mode=transform", f"fitted={root / 'fit'}", *more)
     return output
+
+
+def test_the_file_of_kept_columns_is_closed_on_a_full_disk(root, tmp_path, monkeypatch):
+    begun = []
+
+    def full(writer: KeptWriter, rows: pa.Table) -> None:
+        begun.append(writer)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(KeptWriter, "append", full)
+    with pytest.raises(Refused, match="No space left"):
+        build(tmp_path / "out", shop(root / "old.csv", keep=["order_id"]))
+    # One that is open writes its end when it is collected, and prints a traceback.
+    assert [writer.writer.is_open for writer in begun] == [False]
 
 
 def test_kept_columns_go_with_their_rows_through_splits_and_shuffles(root):

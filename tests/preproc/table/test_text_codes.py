@@ -72,6 +72,12 @@ class TextEngine(DuckDBEngine):
     def stage(self, rows, path):
         self.number(rows.query, rows.order_by, path)
 
+    def exploded(self, column):
+        return (
+            f"SELECT row_, CAST(generate_subscripts({column}, 1) - 1 AS INTEGER) AS position_, "
+            f"nullif(CAST(unnest({column}) AS STRING), '') AS value FROM rows_"
+        )
+
 
 def test_texts_and_codes_give_one_dataset(tmp_path, sources, monkeypatch):
     parquet, csv = (described(f"{sources}/*.{kind}") for kind in ("parquet", "csv"))
@@ -144,9 +150,9 @@ def test_a_dictionary_larger_than_a_batch_gives_no_more_codes_than_rows(tmp_path
 def test_a_missing_text_is_not_counted(tmp_path):
     codes = pa.array([None, 7, 9, 7, None, 8], pa.int32())
     pq.write_table(pa.table({"c0": codes}), tmp_path / RELATION_FILE)
-    counts = text_codes.count_codes(tmp_path, "c0", range(6), is_list=False, num_codes=11)
+    counts = text_codes.count_codes(tmp_path, "c0", range(6), num_codes=11)
     assert counts.tolist() == [0, 0, 0, 0, 0, 0, 0, 2, 1, 1, 0]
-    assert text_codes.count_codes(tmp_path, "c0", range(1), False, 3).tolist() == [0, 0, 0]
+    assert text_codes.count_codes(tmp_path, "c0", range(1), 3).tolist() == [0, 0, 0]
 
 
 def test_text_of_parquet_that_is_not_utf8_is_refused(tmp_path):
