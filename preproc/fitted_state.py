@@ -133,7 +133,7 @@ def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
     path = directory / FITTED
     if not path.exists():
         raise ValueError(_no_fit(directory))
-    table = _table(read_json(path), path)
+    table = table_of(read_json(path), path)
     replaced = {
         name: replace(source, files=_in_place(source.files, sources, f"{path}: {name}"))
         for name, source in table.sources.items()
@@ -143,7 +143,7 @@ def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
     return replace(table, sources=replaced)
 
 
-def _table(saved: object, path: Path) -> TableConfig:
+def table_of(saved: object, path: Path) -> TableConfig:
     """Return the description of rows as it was fitted."""
     saved = _mapping(saved, str(path))
     rows = _mapping(saved.get("rows"), f"{path}: rows")
@@ -181,7 +181,7 @@ def load_fitted(directory: Path, table: TableConfig | None = None) -> FittedStat
     listed = checksums_of(document.get("metadata"), f"{directory / SPEC_NAME}: metadata")
     files = {FITTED: _compared(directory, FITTED, listed.get(FITTED))}
     saved = read_json(path)
-    own = _table(saved, path)
+    own = table_of(saved, path)
     if table is not None and features_of(table) != features_of(own):
         raise ValueError(
             f"{path}: fitted on other features or transforms; use the dataset= and description of that run"

@@ -14,13 +14,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import yaml
 
-from dataloading.dataset.documents import YamlDumper, read_yaml
+from dataloading.dataset.documents import YamlDumper, read_json, read_yaml
 from dataloading.dataset.durable_files import edited_copy, replace_text
 from dataloading.dataset.feature_spec import SPEC_NAME
 from dataloading.dataset.parquet_files import open_file
 from dataloading.lineage import BEFORE_FORGETTING, FITTED
 from preproc.dataset_writer import checksum
-from preproc.fitted_state import fitted_description, latest_name, rare_name, vocabulary_name
+from preproc.fitted_state import latest_name, rare_name, table_of, vocabulary_name
 from preproc.vocabulary_file import BATCH_ROWS
 
 
@@ -44,7 +44,8 @@ def forget_values(
     `features`: those that have the values. Returns how many events went: of these users, or with such a value.
     """
     files = {vocabulary_name(vocabulary): ["value"], rare_name(vocabulary): ["value"]}
-    for log in fitted_description(directory).logs if (directory / FITTED).is_file() else ():
+    path = directory / FITTED
+    for log in table_of(read_json(path), path).logs if (directory / "latest").is_dir() else ():
         columns = {"who_": log.by.strip('" '), **{f"c{i}": of for i, of in enumerate(log.of)}}
         files[latest_name(log.name)] = [c for c, of in columns.items() if of in features]
     names = [name for name, of in files.items() if of and (directory / name).is_file()]

@@ -131,7 +131,7 @@ def _ragged_ids(feature: Feature, values: np.ndarray, keys: KeyRows | None) -> R
     early = is_id[:, 1:] & ~is_id[:, :-1]
     if early.any():
         row = int(early.nonzero()[0, 0])
-        _refuse(
+        refuse(
             f"feature {shown(feature.name)}, row {row}: {PADDING} before an id; want it behind the last one only"
         )
     return RaggedIds(matrix[is_id].long(), is_id.sum(1))
