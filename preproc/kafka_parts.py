@@ -72,18 +72,19 @@ def _consumer(
     from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, TopicPartition
 
     path = config.kafka.settings
-    consumer = Consumer(
-        (read_yaml(Path(path)) if path else {})
-        | {
-            "bootstrap.servers": servers,
-            # The client wants a name. The parts, not the broker, remember what was read.
-            "group.id": f"parts-of-{topic}",
-            "enable.auto.commit": False,
-            # A message that is gone must not be passed over in silence.
-            "auto.offset.reset": "error",
-        }
-    )
+    settings = read_yaml(Path(path)) if path else {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"kafka.settings={path}: want names and values, as ssl.ca.location: FILE")
+    settings |= {
+        "bootstrap.servers": servers,
+        # The client wants a name. The parts, not the broker, remember what was read.
+        "group.id": f"parts-of-{topic}",
+        "enable.auto.commit": False,
+        # A message that is gone must not be passed over in silence.
+        "auto.offset.reset": "error",
+    }
     try:
+        consumer = Consumer(settings)
         found = consumer.list_topics(topic, timeout=ANSWER_S).topics[topic]
     except KafkaException as error:
         raise ValueError(f"{config.source}: {error.args[0].str()}") from None
@@ -117,10 +118,7 @@ def _collected(consumer: "Consumer", config: PreprocConfig) -> "list[Message]":
 def _write_part(
     config: PreprocConfig, path: Path, messages: "list[Message]", begins: dict[str, Any]
 ) -> int:
-    """Write the part of some messages, whole with the offsets of the next one or not at all; return its rows.
-
-    Raises NoRowsError: no message is a good row.
-    """
+    """Write the part of some messages, whole with the next offsets or not at all; return its rows. NoRowsError: none is one."""
     work = path.parent / NEXT
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()

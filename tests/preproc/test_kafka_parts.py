@@ -162,6 +162,20 @@ def test_messages_of_which_none_is_a_row_make_no_part(topic, value):
     assert [*map(list, topic.rows())] == [[0, 1, 2]]
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no.such.setting: 1", 'No such configuration property: "no.such.setting"'),
+        ("[1, 2]", "want names and values, as ssl.ca.location: FILE"),
+    ],
+)
+def test_settings_that_the_client_does_not_take_end_with_one_line(topic, text, message):
+    (topic.root / "client.yaml").write_text(text)
+    ended = topic.follow_to_the_end("kafka.settings=client.yaml")
+    assert ended.exit_code == 2
+    assert message in " ".join(ended.out.split())
+
+
 def look_often(rank: int) -> None:
     stream_rows.LOOK_S = 0.05
 
