@@ -302,7 +302,9 @@ class Manifest:
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             is_told = isinstance(error, ValueError)
             reason = shortened(str(error), 300) if is_told else shown(error)
-            raise ModelError(f"{path} is no manifest of a model: {reason}") from None
+            raise ModelError(
+                f"{path} is no manifest of a model: {reason}; name what serving.export wrote, no run directory"
+            ) from None
         return manifest
 
     @classmethod

@@ -344,7 +344,9 @@ def test_a_version_whose_score_is_not_finite_does_not_serve(value, tmp_path):
 def test_a_manifest_of_another_kind_is_refused(model, change, tmp_path):
     document = json.loads((model / MANIFEST).read_text())
     (tmp_path / MANIFEST).write_text(json.dumps(document | change))
-    with pytest.raises(ModelError, match="is no manifest of a model"):
+    with pytest.raises(
+        ModelError, match="is no manifest of a model: .*; name what serving.export wrote"
+    ):
         Manifest.read(tmp_path)
 
 
