@@ -261,5 +261,4 @@ def _below(schema: type) -> list[str]:
 
 
 def is_below(option: str, section: str) -> bool:
-    """Return whether a dotted name is a section or option, or lies below it."""
     return f"{option}.".startswith(f"{section}.")

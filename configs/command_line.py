@@ -42,15 +42,9 @@ ReadSaved = Callable[[Path], Mapping[str, Any]]
 """Reads the file that the option `config` names, as the content of a yaml file of `configs/`."""
 
 
-def register(
-    schema: type,
-    name: str,
-    section_classes: SectionClasses = NO_SECTIONS,
-    topics: Topics | None = None,
-) -> None:
-    """Register a schema with Hydra under its name in the yaml files, and its help; call it before composing."""
+def register(schema: type, name: str) -> None:
+    """Register a schema with Hydra under its name in the yaml files; call it before composing."""
     ConfigStore.instance().store(name=name, node=_node(schema))
-    register_option_help(schema, section_classes, topics)
 
 
 @cache
@@ -92,7 +86,8 @@ def composed_command(
         if "--version" in sys.argv[1:]:
             print(f"{PROJECT} {project_version()} (Hydra {hydra.__version__})")
             sys.exit()
-        register(schema, schema_name, section_classes, Topics(words, groups))
+        register(schema, schema_name)
+        register_option_help(schema, section_classes, Topics(words, groups))
         if read_saved is not None:
             _compose_saved(groups, read_saved)
         try:
@@ -309,7 +304,6 @@ def _was_called(function: Callable, error: BaseException) -> bool:
 
 
 def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:
-    """Print one message to stderr, in one line, and end the process with `exit_code`."""
     print(on_one_line(message), file=sys.stderr, flush=True)
     sys.exit(exit_code)
 

@@ -37,8 +37,7 @@ class ExportConfig(Section):
         path=True,
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(bool(self.parts), "parts=[] writes nothing; name tables, dense or both")
         only_tables = self.parts == [Component.tables]
         require(

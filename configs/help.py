@@ -46,8 +46,8 @@ NO_SECTIONS: SectionClasses = {}
 class Topics:
     """The part of the help that is printed: groups, options or parts of their names; everything without words."""
 
-    words: Sequence[str] = ()
-    groups: Sequence[str] = ()
+    words: Sequence[str]
+    groups: Sequence[str]
 
     def choose(self, options: Sequence[str]) -> list[str]:
         """Return the options that a word names, or all of them.
@@ -75,14 +75,11 @@ class Topics:
         return [option for option in options if option in chosen]
 
 
-def register_option_help(
-    schema: type, section_classes: SectionClasses = NO_SECTIONS, topics: Topics | None = None
-) -> None:
-    """Make the help print the options of `schema`, or the topics among them; call it before Hydra composes."""
-    chosen = topics or Topics()
+def register_option_help(schema: type, section_classes: SectionClasses, topics: Topics) -> None:
+    """Make the help print the topics among the options of `schema`; call it before Hydra composes."""
     OmegaConf.register_new_resolver(
         "option_help",
-        lambda *, _root_: _for_hydra(option_help(schema, _root_, section_classes, chosen)),
+        lambda *, _root_: _for_hydra(option_help(schema, _root_, section_classes, topics)),
         replace=True,
     )
     OmegaConf.register_new_resolver(
@@ -96,10 +93,7 @@ def _for_hydra(text: str) -> str:
 
 
 def option_help(
-    schema: type,
-    config: DictConfig,
-    section_classes: SectionClasses = NO_SECTIONS,
-    topics: Topics | None = None,
+    schema: type, config: DictConfig, section_classes: SectionClasses, topics: Topics
 ) -> str:
     """Return a line `key=value  meaning` for the chosen options of `schema`, values from `config`, with a title per section.
 
@@ -110,7 +104,6 @@ def option_help(
         {name: OmegaConf.structured(found) for name, found in sections.items()}
     )
     meanings = dict(describe(schema, sections=sections))
-    topics = topics or Topics()
     chosen = topics.choose(list(meanings))
     titles = _titles(schema, sections)
     blocks = [group_help(word) for word in topics.words if word in topics.groups]

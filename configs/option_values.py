@@ -189,7 +189,6 @@ def hints(schema: type, prefix: str = "") -> Mapping[str, Any]:
 
 
 def takes(hint: Any, kind: type) -> bool:
-    """Return whether an option of type `hint` may be of `kind`."""
     return any(_kind(member) is kind for member in _members(hint))
 
 

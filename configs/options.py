@@ -73,8 +73,8 @@ def option(
 class Section:
     """Base of a class of options, which checks the bounds that they state; `section` is the prefix of their names.
 
-    A class that relates options to each other does so in a `__post_init__` of its own, which calls this one first. Bounds of
-    an option hold in classes that declare it again, too.
+    A class that relates options to each other does so in a `check_relations` of its own; those of its bases are called before
+    it. Bounds of an option hold in classes that declare it again, too.
     """
 
     __slots__ = ()
@@ -82,6 +82,9 @@ class Section:
 
     def __post_init__(self) -> None:
         check_section(self, self.section)
+        for kind in reversed(type(self).__mro__):
+            if "check_relations" in vars(kind):
+                vars(kind)["check_relations"](self)
 
 
 def check_section(options: Any, section: str) -> None:
@@ -175,7 +178,6 @@ def is_file_name(text: str) -> bool:
 
 
 def open_sections(config: type) -> list[str]:
-    """Return the names of the sections of `config` that are open."""
     return [declared.name for declared in fields(config) if declared.metadata.get("open")]
 
 

@@ -198,8 +198,7 @@ class PreprocConfig(Section):
     yambda: YambdaConfig = field(default_factory=YambdaConfig)
     data: StreamConfig = MISSING
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         if self.mode is Mode.verify:
             require(self.path is not None, "no path: set path=DIR, the dataset directory to verify")
             return

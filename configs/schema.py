@@ -119,8 +119,7 @@ class SyntheticConfig(Section):
     history_length: float = option(20.0, "mean events per row", gt=0)
     history_max_length: int = option(100, "most events per row", most=MOST_COLUMNS, gt=0)
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         for name, given in (("hotness", self.hotness), ("names", self.names)):
             require(
                 len(given) in (0, len(self.cardinalities)),
@@ -216,8 +215,7 @@ class NegativesConfig(Section):
         None, "feature with items that negatives of the row must not have; null: none"
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         for declared in fields(self)[1:]:
             require(
                 bool(self.features) or getattr(self, declared.name) == declared.default,
@@ -285,8 +283,7 @@ class DataConfig(Section):
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.path is not None or bool(self.synthetic.cardinalities),
             "no data: set data.path to a dataset directory, or data.synthetic.cardinalities",
@@ -350,8 +347,7 @@ class ModelConfig(Section):
         "last one, or their mean weighted by a learned attention",
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         widths = self.embedding_dims = self.embedding_dims or {}
         require(
             widths == SUGGESTED
@@ -442,8 +438,7 @@ class OptimizerConfig(Section):
     ftrl_l2: float = option(0.0, "ftrl's L2, on the weight itself and not on its change", ge=0)
     ftrl_beta: float = option(1.0, "ftrl's beta, added to the root of the sum of squares", gt=0)
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.name not in table_optimizers() or self.name in list(OptimizerName),
             f"optimizer.name={self.name}: {self.name} trains tables only; set optimizer.embedding_name={self.name}, and "
@@ -572,8 +567,7 @@ class SchedulerConfig(Section):
         POLYNOMIAL_POWER, "exponent of the polynomial decay", gt=0, only="decay=polynomial"
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.decay is not DecayShape.cosine or self.decay_start_step is not None,
             "scheduler.decay=cosine never begins: set scheduler.decay_start_step and scheduler.decay_steps too",
@@ -643,8 +637,7 @@ class TrainConfig(Section):
         lt=1,
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.fp8 is Fp8.off or self.amp is Amp.bf16,
             f"train.fp8={self.fp8.value} needs train.amp=bf16 for all other operations, got train.amp={self.amp.value}; set "
@@ -850,8 +843,7 @@ class PredictConfig(Section):
         [], "run directories whose scores are averaged, instead of checkpoint.restore", path=True
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         twice = [name for name in self.columns if self.columns.count(name) > 1]
         require(not twice, f"predict.columns names {''.join(twice[:1])} twice")
 
@@ -948,8 +940,7 @@ class ShardingConfig(Section):
         0.1, "fraction of each rank's memory kept free of tables, for activations", ge=0, lt=1
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         self.tables = _table_overrides(self.tables)
         require(
             Tier.device in self.tiers,
@@ -1077,8 +1068,7 @@ class CheckpointConfig(Section):
         False, "resume although data files or settings differ from those of the checkpoint"
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.mirror is None or "://" in self.mirror,
             f"checkpoint.mirror={self.mirror} is no address of an object store; write it as s3://BUCKET/FOLDER, or copy a "
@@ -1144,8 +1134,7 @@ class LogConfig(Section):
         True, "draw curves.png and predictions.png at the end, which takes a second or two"
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         for name in self.loggers:
             require(
                 name in LOGGERS or is_import_path(name),
@@ -1231,8 +1220,7 @@ class Config(Section):
     log: LogConfig = MISSING
     profile: ProfileConfig = MISSING
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             is_file_name(self.recipe),
             f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",

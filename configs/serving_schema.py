@@ -51,8 +51,7 @@ class ModelExportConfig(Section):
         None, "cpu or cuda: write it as machine code of AOTInductor for this device too; null: no"
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         if self.name is not None:
             require_model_name(self.name)
 
@@ -132,8 +131,7 @@ class ServerConfig(Section):
         None, "threads of a batch; null: one per core, at most 4 with device=cuda", most=4096, gt=0
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.max_memory_mib >= self.max_body_mib,
             f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}",
@@ -187,8 +185,7 @@ class TritonConfig(Section):
         "empty if they are installed there",
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         is_ensemble = self.layout is Layout.ensemble
         require(
             not (
@@ -212,8 +209,7 @@ class RollbackConfig(Section):
         None, "withdraw all before this one, so that it decides inputs and outputs", most=1 << 62
     )
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.version is None or self.before is None,
             "version and before are both set; version=N withdraws all after N, before=N all before it",
@@ -259,13 +255,18 @@ class ForgetConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
-class AccuracyConfig(Section):
+class ClientConfig(Section):
     model: str | None = option(None, "name of the model at the server", required=NAME)
     data_path: str | None = option(
         None, "dataset with the model's features", path=True, required="..., a dataset directory"
     )
     url: str = option(URL, "address of the server: the embedded one, or Triton's HTTP")
     token_file: str | None = option(None, "file with the token that the server wants", path=True)
+    split: str = option("test", "split of the rows that are sent")
+
+
+@dataclass(kw_only=True, slots=True)
+class AccuracyConfig(ClientConfig):
     split: str = option("test", "split to score; it needs labels")
     batch_size: int = option(4096, "rows per request", most=65_536, gt=0)
     concurrency: int = option(1, "requests at a time", most=MOST_REQUESTS, gt=0)
@@ -274,17 +275,10 @@ class AccuracyConfig(Section):
 
 
 @dataclass(kw_only=True, slots=True)
-class LatencyConfig(Section):
-    model: str | None = option(None, "name of the model at the server", required=NAME)
-    data_path: str | None = option(
-        None, "dataset with the model's features", path=True, required="..., a dataset directory"
-    )
-    url: str = option(URL, "address of the server: the embedded one, or Triton's HTTP")
+class LatencyConfig(ClientConfig):
     metrics_url: str | None = option(
         None, "address of the server's metrics; null: url/metrics; Triton's is at port 8002"
     )
-    token_file: str | None = option(None, "file with the token that the server wants", path=True)
-    split: str = option("test", "split of the rows that are sent")
     batch_sizes: list[int] = option(
         [1, 256, 1024, 4096], "rows per request, one load each", most=65_536, filled=True, gt=0
     )
@@ -301,8 +295,7 @@ class LatencyConfig(Section):
     )
     output: str | None = option(None, "folder for latency.csv and latency.png", path=True)
 
-    def __post_init__(self) -> None:
-        Section.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             bool(self.concurrency or self.rates), "concurrency and rates are empty; name a load"
         )

@@ -8,7 +8,8 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 from configs.messages import printable, shortened, shown
 from configs.options import is_file_name, is_import_path, require
@@ -39,7 +40,7 @@ MOST_NAME_BYTES = 200
 # Fields of text, lists of texts and flags are checked by their types; these say what else a value may be.
 
 
-def one_of(default: str | None, *choices: str) -> Any:
+def one_of(default: Any, *choices: str) -> Any:
     return field(default=default, metadata={"choices": choices})
 
 
@@ -385,7 +386,7 @@ class TableConfig:
             f"table.sources: got {shown(sources)}, want a mapping from names to files",
         )
         content["sources"] = {
-            str(name): _make(Source, source, f"table.sources.{name}")
+            str(name): record_of(Source, source, f"table.sources.{name}")
             for name, source in sources.items()
         }
         if isinstance(content.get("order_by"), str):
@@ -393,14 +394,16 @@ class TableConfig:
         content["label"] = (
             _list_of(Label, label, "table.label")
             if isinstance(label, list)
-            else [_make(Label, label, "table.label")]
+            else [record_of(Label, label, "table.label")]
         )
         groups = content.get("sequence") or []
         _check_list("table.sequence", groups)
         content["sequence"] = [_sequence(of, f"table.sequence[{i}]") for i, of in enumerate(groups)]
         for key, kind in (("weight", RowNumber), ("keep_rate", RowNumber), ("split", SplitRule)):
-            content[key] = _make(kind, content[key], f"table.{key}") if content.get(key) else None
-        parsed = _make(cls, content, "table")
+            content[key] = (
+                record_of(kind, content[key], f"table.{key}") if content.get(key) else None
+            )
+        parsed = record_of(cls, content, "table")
         parsed.check()
         return parsed._with_query()
 
@@ -788,7 +791,7 @@ def _mapping(content: Any, where: str, kind: type) -> Mapping[str, Any]:
 
 def _sequence(content: Any, where: str) -> EventLog | EventLists:
     is_lists = isinstance(content, Mapping) and "lists" in content
-    group = _make(EventLists if is_lists else EventLog, content, where)
+    group = record_of(EventLists if is_lists else EventLog, content, where)
     of = group.lists if is_lists else group.of
     key = "lists" if is_lists else "of"
     require(bool(of), f"{where}: got {key} [], want a list of categorical features")
@@ -801,16 +804,21 @@ def quoted(name: str) -> str:
 
 def _list_of(kind: type, content: Any, where: str) -> list[Any]:
     _check_list(where, content)
-    return [_make(kind, item, f"{where}[{i}]") for i, item in enumerate(content)]
+    return [record_of(kind, item, f"{where}[{i}]") for i, item in enumerate(content)]
 
 
-def _make(kind: type, content: Any, where: str) -> Any:
-    """Return a record of the values that a mapping has; null is the default. Raises ValueError: a value is of another kind."""
+def record_of(kind: type, content: Any, where: str) -> Any:
+    """Return a record of the values that a mapping has; null is the default, or a value where there is no other.
+
+    Raises ValueError: a value is missing, or of another kind.
+    """
     if isinstance(content, str) and kind in (Numerical, Categorical, Label, RowNumber):
         content = {"name": content}
     content = _mapping(content, where, kind)
     needed = [f.name for f in fields(kind) if f.default is f.default_factory is MISSING]
-    absent = [key for key in needed if content.get(key) is None]
+    nullable = {f.name for f in fields(kind) if f.name in needed and NoneType in get_args(f.type)}
+    given = {key for key, value in content.items() if value is not None or key in nullable}
+    absent = [key for key in needed if key not in given]
     require(not absent, f"{where}: got no {', '.join(absent)}; want at least {', '.join(needed)}")
     name = content.get("name")
     start = f"{where}." if name is None else f"{where.partition('[')[0]}: {shown(name)}: "
@@ -818,7 +826,7 @@ def _make(kind: type, content: Any, where: str) -> Any:
         **{
             declared.name: _checked(declared, content[declared.name], f"{start}{declared.name}")
             for declared in fields(kind)
-            if content.get(declared.name) is not None
+            if declared.name in given
         }
     )
 
@@ -826,8 +834,12 @@ def _make(kind: type, content: Any, where: str) -> Any:
 def _checked(declared: Field[Any], value: Any, where: str) -> Any:
     """Return the value of a field, with records in the place of their descriptions."""
     rule = declared.metadata
+    if value is None:
+        return None
     if "of" in rule:
         return _list_of(rule["of"], value, where)
+    if "record" in rule:
+        return record_of(rule["record"], value, where)
     if "choices" in rule:
         choices = rule["choices"]
         require(value in choices, f"{where}: got {shown(value)}, want one of {', '.join(choices)}")
@@ -846,4 +858,6 @@ def _checked(declared: Field[Any], value: Any, where: str) -> Any:
             _check_text(where, text)
     elif declared.type == list[Any]:
         _check_list(where, value)
+    elif get_origin(declared.type) is dict:
+        require(isinstance(value, Mapping), f"{where}: got {shown(value)}, want a mapping")
     return value

@@ -47,7 +47,6 @@ NOT_ONE_OPTION = frozenset(
 
 
 def is_tf2_flag(argument: str) -> bool:
-    """Return whether an argument is a flag of NVIDIA's recipe."""
     name = argument.lstrip("-").partition("=")[0]
     names = {name, name.removeprefix("no")}
     return argument.startswith("-") and not names.isdisjoint({*OPTIONS, *SWITCHES, *NOT_ONE_OPTION})

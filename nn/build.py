@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -26,7 +25,7 @@ from dataloading.partition import num_steps
 from dataloading.storage.local_copy import local_path
 from dataloading.stream_source import StreamSource
 from dataloading.synthetic import SyntheticSource
-from nn.checkpoint.tensor_index import TensorIndex, blocks
+from nn.checkpoint.tensor_index import TensorIndex
 from nn.distributed.host_memory import host_memory
 from nn.distributed.process_group import Ranks, launched_world
 from nn.embedding.declared_tables import ids_per_sample
@@ -310,7 +309,7 @@ def stored_key_maps(config: Config, spec: FeatureSpec, index: TensorIndex) -> "K
         stored = index.tensors.get(f"keys.{table}.{KEYS}")
         if stored is None:
             raise ValueError(f"the checkpoint has no keys of table {table}; it is of another model")
-        state[f"{table}.{KEYS}"] = np.concatenate([*blocks(stored)])
+        state[f"{table}.{KEYS}"] = stored.array()
     maps.load(state)
     return maps
 

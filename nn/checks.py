@@ -193,5 +193,4 @@ def sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

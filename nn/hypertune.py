@@ -20,8 +20,6 @@ DEFAULT_FILE = "/var/hypertune/output.metrics"
 
 
 class HypertuneReport(Observer):
-    """Writer of one trial's evaluations."""
-
     def __init__(self, path: Path, trial: str, logger: Logger) -> None:
         self._path = path
         self._trial = trial

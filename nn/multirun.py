@@ -119,7 +119,6 @@ class Jobs:
 
 @contextmanager
 def on_stop(handle: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Call `handle` upon SIGINT and SIGTERM."""
     before = {signum: signal.signal(signum, handle) for signum in STOPPING}
     try:
         yield

@@ -84,7 +84,6 @@ def _keys(index: TensorIndex, chain: Sequence[Delta], base: Path) -> dict[str, R
 
 
 def summary(chain: Sequence[Delta], output: str) -> str:
-    """Return the line that the command prints."""
     touched = sum(table.touched for delta in chain for table in delta.tables.values())
     retired = sum(table.tombstones for delta in chain for table in delta.tables.values())
     steps = f"steps {chain[0].parent.step:,} to {chain[-1].end.step:,}"

@@ -19,14 +19,11 @@ MODES: dict[Mode, Callable[[Config, str], None]] = {
 
 
 def mode_of(config: Config) -> Callable[[Config, str], None]:
-    """Return the function of `config.mode`; its caller calls it, so that few frames lie between the command and a step."""
-    return MODES[config.mode]
+    """Return the function of `config.mode`; its caller calls it, so that few frames lie between the command and a step.
 
+    It takes the configuration, also as text for the run directory.
 
-def run(config: Config, config_yaml: str) -> None:
-    """Run `config.mode`; `config_yaml` is the configuration as text, for the run directory.
-
-    Raises:
+    It raises:
         ValueError: an invalid option or input; raised on all ranks.
         RankError: an error that one rank alone finds, such as a bad row.
         DivergedError: the loss is not finite; raised on all ranks.
@@ -34,4 +31,4 @@ def run(config: Config, config_yaml: str) -> None:
         LostRankError: another rank has ended.
         StoppedError: a signal stopped the run; raised on all ranks.
     """
-    mode_of(config)(config, config_yaml)
+    return MODES[config.mode]

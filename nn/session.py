@@ -50,9 +50,15 @@ from nn.observability.model_summary import size_line
 from nn.observability.plan_table import BesidePlan, print_memory, print_plan
 from nn.observability.profiler import Profiler
 from nn.observability.records import DATA_IDENTITY, DAY, ENDED, PLAN, PROBLEM
-from nn.observability.run_directory import RunDirectory, draw_missing_pictures, empty_summary
+from nn.observability.run_directory import (
+    RunDirectory,
+    draw_missing_pictures,
+    empty_summary,
+    write_model,
+    write_plan,
+)
 from nn.observability.run_lock import RunLock
-from nn.planning.exchange import planned_links
+from nn.planning.exchange import busiest_links, planned_exchange
 from nn.planning.memory_estimate import RankMemory, plan_memory
 from nn.planning.plan import Hardware, TablePlan
 from nn.resume import (
@@ -180,7 +186,7 @@ def open_session(
             memory = plan_memory(config, source.spec, rows, ranks.world_size, dense_states(config))
         facts = _environment(config, source, ranks, start)
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
-        ranks.run_on_rank0(lambda: recorder.write_plan(rows, memory))
+        ranks.run_on_rank0(lambda: write_plan(recorder.run_dir, rows, memory))
         size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
         header = _header_facts(config, source, recorder.run_dir, start)
         print_header(console, facts, {"model": header["model"]} | size | header)
@@ -238,7 +244,7 @@ def beside_plan(
 ) -> BesidePlan:
     """Return what is printed beside a plan, which `run_dir` gets complete."""
     listed = "run_dir=DIR writes them to DIR/plan.json" if run_dir is None else str(run_dir / PLAN)
-    links = planned_links(config, source.spec, rows, hardware)
+    links = busiest_links(planned_exchange(config, source.spec, rows, hardware))
     less, has_gpus = without_a_node(config, source, hardware), hardware.device_type == "cuda"
     return BesidePlan(listed, links, floor_ms, disk_room, has_gpus, hardware.groups, less)
 
@@ -276,7 +282,7 @@ def _write_model(
     description = describe(config, source, logger)
     if description is None:
         return {}
-    recorder.write_model(description)
+    write_model(recorder.run_dir, description)
     return {"size": size_line(description)}
 
 

@@ -21,12 +21,11 @@ def run(config: ApplyConfig) -> None:
     manifest, chain = apply_deltas(base, config.deltas, output, config.fitted)
     rows = sum(table.touched for delta in chain for table in delta.tables.values())
     plural = "" if len(chain) == 1 else "s"
-    print(
-        on_one_line(
-            f"{base} and {len(chain)} delta{plural} of {rows:,} rows, {size_of(chain)}, step {manifest.source['step']:,}, "
-            f"written to {output}"
-        )
+    text = (
+        f"{base} and {len(chain)} delta{plural} of {rows:,} rows, {size_of(chain)}, step {manifest.source['step']:,}, "
+        f"written to {output}"
     )
+    print(on_one_line(text))
     print(on_one_line(proof_line("proof", manifest.proof)))
 
 

@@ -18,7 +18,6 @@ from serving.versions import note_of_others
 
 
 def run(config: ModelExportConfig) -> None:
-    """Export the model, and print what was proved."""
     check_paths(config)
     restore_signals()
     # Imported here: torch and TorchRec take seconds, and the errors above need neither.
@@ -41,7 +40,7 @@ def run(config: ModelExportConfig) -> None:
 def check_paths(config: ModelExportConfig) -> None:
     """Check that checkpoint and output can be used, before torch is imported.
 
-    Raises ValueError: one of them cannot; the export itself checks again.
+    Raises ValueError: one of them cannot.
     """
     checkpoint = Path(config.checkpoint or "")
     if not (checkpoint / "run.json").exists():
@@ -55,7 +54,6 @@ def check_paths(config: ModelExportConfig) -> None:
 
 
 def report(manifest: Manifest) -> list[str]:
-    """Return the lines that an export prints."""
     proof = manifest.proof
     num_bytes = sum(
         state.bytes for name, state in manifest.files.items() if name.startswith("tables/")

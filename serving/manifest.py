@@ -17,9 +17,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -27,10 +27,11 @@ from urllib.parse import quote
 import numpy as np
 
 from configs.messages import shortened, shown
-from configs.table_schema import MOST_HOTNESS, is_number
+from configs.table_schema import MOST_HOTNESS, is_number, one_of, record_of, records, whole
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
-from serving.raw_description import check_raw, inputs_of
+from serving.raw_description import ModelParts, check_raw
+from serving.raw_records import RawDescription
 
 MANIFEST = "model.json"
 DENSE = "dense.pt2"
@@ -52,13 +53,11 @@ MOST_ROWS = 65_536
 TABLE_BITS = {"fp32": 32, "bf16": 16, "int8": 8, "int4": 4}
 SCALED = ("int8", "int4")
 """Dtypes of tables whose rows have a scale each."""
-POOLINGS = ("sum", "mean", "none")
 NUMERICAL = "numerical"
 IDS = "ids"
 """Inputs of a request: numbers, and the ids of all features of fixed hotness."""
 PADDING = -1
 """Fills the rows of a ragged feature behind their last id."""
-HASH_BLOCK = 1 << 22
 KEY_BYTES = 12
 """Bytes of a raw key and its row."""
 
@@ -72,8 +71,8 @@ class Feature:
     """A categorical feature: its ids are row numbers below `cardinality`; `hotness` per row, None if rows differ."""
 
     name: str
-    cardinality: int
-    hotness: int | None
+    cardinality: int = whole(1, 2**48 - 1)
+    hotness: int | None = whole(1, MOST_HOTNESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +80,10 @@ class Table:
     """An embedding table and the features that are looked up in it, in the order of the embeddings."""
 
     name: str
-    rows: int
-    columns: int
-    pooling: str
-    features: list[str]
+    rows: int = whole(1, 2**48 - 1)
+    columns: int = whole(1, 2**48 - 1)
+    pooling: str = one_of(MISSING, "sum", "mean", "none")
+    features: list[str]  # type: ignore[misc]  # mypy takes what is before for a default
 
     @property
     def file(self) -> str:
@@ -144,15 +143,13 @@ class KeyFile:
     """File of the rows of raw keys (`serving.inference.key_rows`), and the number of keys."""
 
     name: str
-    count: int
+    count: int = whole(0, 2**48 - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """Size and SHA-256 of a file."""
-
-    bytes: int
-    sha256: str
+    bytes: int = whole(0, 2**63 - 1)
+    sha256: str  # type: ignore[misc]  # likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +158,7 @@ class Manifest:
 
     `keep_rate`: name of the column of keep rates that rows of the dataset have; None without. `dtype`: of the tables, a key of
     `TABLE_BITS`. `sequences`: groups of the dataset, if a table hands out rows. `keys`: file of the rows of raw keys by
-    feature; features that are not named have ids. `raw`: how raw values become features (`serving.inference.raw_values`); None
+    feature; features that are not named have ids. `raw`: how raw values become features, JSON of a `RawDescription`; None
     if only ids are served. `source`: checkpoint, step, fingerprint of the features, versions of the libraries. `proof`: rows
     that were compared with the training path, and the largest difference; likewise of machine code. `files`: bytes and SHA-256
     of every other file.
@@ -170,12 +167,12 @@ class Manifest:
     name: str
     model: str
     numerical: list[str]
-    categorical: list[Feature]
+    categorical: list[Feature] = records(Feature)
     keep_rate: str | None
-    outputs: list[Output]
-    dtype: str
-    tables: list[Table]
-    sequences: list[Sequence] = field(default_factory=list)
+    outputs: list[Output] = records(Output)
+    dtype: str = one_of(MISSING, *TABLE_BITS)
+    tables: list[Table] = records(Table)
+    sequences: list[Sequence] = records(Sequence)
     keys: dict[str, KeyFile] = field(default_factory=dict)
     raw: dict[str, Any] | None = None
     source: dict[str, Any] = field(default_factory=dict)
@@ -191,6 +188,19 @@ class Manifest:
     def ragged(self) -> list[Feature]:
         """Features whose rows differ in their number of ids."""
         return [feature for feature in self.categorical if feature.hotness is None]
+
+    @property
+    def inputs(self) -> list[dict[str, Any]]:
+        """Inputs of features, as metadata lists them; ids of 64 bits are accepted too."""
+        ids = "INT32" if self.has_short_ids else "INT64"
+        inputs = []
+        if self.numerical:
+            inputs.append((NUMERICAL, "FP32", [-1, len(self.numerical)]))
+        if self.fixed:
+            inputs.append((IDS, ids, [-1, self.id_columns]))
+        inputs += [(feature.name, ids, [-1, -1]) for feature in self.ragged]
+        inputs += [(name, "FP32", [-1, -1]) for of in self.sequences for name in of.numbers]
+        return [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in inputs]
 
     @property
     def id_columns(self) -> int:
@@ -254,7 +264,7 @@ class Manifest:
             "categorical": [[feature.name, feature.hotness] for feature in self.categorical],
             "keep_rate": self.keep_rate,
             "outputs": [output.name for output in self.outputs],
-            "raw": inputs_of(self.raw) if self.raw else None,
+            "raw": RawDescription.of(self.raw).inputs if self.raw else None,
             "keys": sorted(self.keys),
             "sequences": self.sequences,
         }
@@ -301,15 +311,12 @@ class Manifest:
             raise ValueError(f"format {document['format']}, and this version reads {FORMAT}")
         known = {declared.name for declared in fields(cls)}
         values = {name: value for name, value in document.items() if name in known}
-        values["categorical"] = [Feature(**feature) for feature in document["categorical"]]
-        values["tables"] = [Table(**table) for table in document["tables"]]
-        values["sequences"] = [Sequence(**group) for group in document.get("sequences", [])]
-        values["outputs"] = [Output(**output) for output in document["outputs"]]
-        keys: Mapping[str, Any] = document.get("keys") or {}
-        values["keys"] = {name: KeyFile(**file) for name, file in keys.items()}
-        files: Mapping[str, Any] = document["files"]
-        values["files"] = {name: FileState(**state) for name, state in files.items()}
-        return cls(**values)
+        for part, kind in (("keys", KeyFile), ("files", FileState)):
+            of = values.get(part) or {}
+            values[part] = {
+                n: record_of(kind, file, f"{part}: {shown(n)}") for n, file in of.items()
+            }
+        return record_of(cls, values, "manifest")
 
     def check_sizes(self, directory: Path) -> None:
         """Compare the size of every file, which tells whether the directory is complete.
@@ -320,7 +327,7 @@ class Manifest:
             try:
                 size = (directory / name).stat().st_size
             except OSError as error:
-                raise _unreadable(directory / name, error) from None
+                raise ModelError(f"{directory / name} cannot be read ({error.strerror})") from None
             if size != wanted.bytes:
                 raise _damaged(directory / name, f"{size:,} bytes instead of {wanted.bytes:,}")
 
@@ -336,18 +343,13 @@ class Manifest:
             kinds |= {table.file: self.dtype, table.scale_file: "fp32"}
 
         def check(name: str) -> None:
-            bad: list[bool] = []
-
-            def look(block: bytes) -> None:
-                bad.append(not _all_finite(block, kinds.get(name)))
-
             try:
-                got = file_state(directory / name, look)
+                got, is_finite = _read_file(directory / name, kinds.get(name))
             except OSError as error:
-                raise _unreadable(directory / name, error) from None
+                raise ModelError(f"{directory / name} cannot be read ({error.strerror})") from None
             if got != self.files[name]:
                 raise _damaged(directory / name, "its SHA-256 differs")
-            if any(bad):
+            if not is_finite:
                 raise ModelError(
                     f"{directory / name} has a number that is not finite; export a checkpoint of a training that has not diverged"
                 )
@@ -369,23 +371,19 @@ def _all_finite(block: bytes, dtype: str | None) -> bool:
     return True
 
 
-def _unreadable(path: Path, error: OSError) -> ModelError:
-    return ModelError(f"{path} cannot be read ({error.strerror})")
-
-
 def _damaged(path: Path, state: str) -> ModelError:
     return ModelError(f"{path} is damaged ({state}); export the model again")
 
 
-def file_state(path: Path, check: Callable[[bytes], None] = lambda _: None) -> FileState:
-    """Return size and SHA-256 of a file, read block by block; each is given to `check` too."""
-    digest, size = hashlib.sha256(), 0
+def _read_file(path: Path, dtype: str | None = None) -> tuple[FileState, bool]:
+    """Return size and SHA-256 of a file, and whether its numbers of a dtype are finite."""
+    digest, size, is_finite = hashlib.sha256(), 0, True
     with open_regular(path) as stream:
-        while block := stream.read(HASH_BLOCK):
+        while block := stream.read(1 << 22):
             digest.update(block)
-            check(block)
+            is_finite &= _all_finite(block, dtype)
             size += len(block)
-    return FileState(size, digest.hexdigest())
+    return FileState(size, digest.hexdigest()), is_finite
 
 
 def _check(directory: Path, manifest: Manifest) -> None:
@@ -400,31 +398,18 @@ def _check(directory: Path, manifest: Manifest) -> None:
             raise ValueError("want features of different names, and outputs")
     if not names or not outputs:
         raise ValueError("want at least one feature and one output")
-    if manifest.raw is not None and not isinstance(manifest.raw, dict):
-        raise ValueError(f"raw is {shown(manifest.raw)}, want an object or null")
-    if not isinstance(manifest.source, dict) or not isinstance(manifest.proof, dict):
-        raise ValueError("source and proof must be objects")
     if not isinstance(manifest.source.get(VOCABULARIES) or {}, dict):
         raise ValueError(f"{VOCABULARIES} of the source must be an object")
     if not _are_finite(manifest.proof):
         raise ValueError("the proof has a number that is not finite")
-    rows = {}
-    for feature in manifest.categorical:
-        _count(feature.cardinality)
-        if feature.hotness is not None:
-            _count(feature.hotness, MOST_HOTNESS)
-        rows[feature.name] = feature.cardinality
+    rows = {feature.name: feature.cardinality for feature in manifest.categorical}
     for output in manifest.outputs:
-        if type(output.is_binary) is not bool or not is_number(output.shift):
+        if not is_number(output.shift):
             raise ValueError(f"output {shown(output.name)} is malformed")
-    if manifest.dtype not in TABLE_BITS:
-        raise ValueError(
-            f"tables of dtype {shown(manifest.dtype)}, want one of {', '.join(TABLE_BITS)}"
-        )
-    for name, state in manifest.files.items():
-        _check_file(directory, name, state)
+    for name in manifest.files:
+        _check_file(directory, name)
     for name, file in manifest.keys.items():
-        if name not in rows or type(file.count) is not int or file.count < 0:
+        if name not in rows:
             raise ValueError(f"the keys of {shown(name)} are malformed")
         if manifest.files[file.name].bytes != file.count * KEY_BYTES:
             raise ValueError(f"{file.name} has not the size of {file.count} keys")
@@ -445,15 +430,12 @@ def _check(directory: Path, manifest: Manifest) -> None:
     if manifest.raw is not None:
         features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
         groups = {of.name: of.group.columns for of in manifest.sequences}
-        check_raw(manifest.raw, manifest.numerical, features, manifest.keys, manifest.files, groups)
+        model = ModelParts(features, manifest.keys, manifest.files, groups)
+        check_raw(RawDescription.of(manifest.raw), manifest.numerical, model)
 
 
 def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> None:
     _texts([table.name, *table.features])
-    _count(table.rows)
-    _count(table.columns)
-    if table.pooling not in POOLINGS:
-        raise ValueError(f"table {shown(table.name)} has pooling {shown(table.pooling)}")
     for feature in table.features:
         if rows[feature] > table.rows:
             raise ValueError(
@@ -467,25 +449,17 @@ def _check_table(manifest: Manifest, table: Table, rows: Mapping[str, int]) -> N
             raise ValueError(f"{name} has {manifest.files[name].bytes} bytes, want {size}")
 
 
-def _check_file(directory: Path, name: str, state: FileState) -> None:
+def _check_file(directory: Path, name: str) -> None:
     parts = name.split("/")
     if len(parts) > 2 or any(part in ("", ".", "..") or "\0" in part for part in parts):
         raise ValueError(f"got file {shown(name)}, want a name in the directory or in one folder")
     if not resolved(directory / name).is_relative_to(resolved(directory)):
         raise ValueError(f"file {shown(name)} is a link that leads out of {directory}")
-    if type(state.bytes) is not int or state.bytes < 0 or not isinstance(state.sha256, str):
-        raise ValueError(f"file {shown(name)} has no size and SHA-256")
 
 
-def _texts(values: list[Any]) -> None:
-    for value in values:
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"got {shown(value)}, want a name")
-
-
-def _count(value: Any, most: int = 2**48 - 1) -> None:
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"got {shown(value)}, want a positive number of at most {most:,}")
+def _texts(values: list[str]) -> None:
+    if not all(values):
+        raise ValueError("got '', want a name")
 
 
 def _are_finite(value: Any) -> bool:
@@ -509,4 +483,4 @@ def describe_files(directory: Path) -> dict[str, FileState]:
         for folder, _, names in os.walk(directory)
         for name in names
     )
-    return {name: file_state(directory / name) for name in names if name != MANIFEST}
+    return {name: _read_file(directory / name)[0] for name in names if name != MANIFEST}

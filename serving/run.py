@@ -31,7 +31,6 @@ SPARE_FILES = 64
 
 
 def run(config: ServerConfig) -> None:
-    """Serve until SIGTERM or SIGINT."""
     token = read_token(config.token_file)
     check_model("model", Path(config.model or ""))
     for path in config.others:

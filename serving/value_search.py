@@ -15,7 +15,7 @@ from nn.checkpoint.tensor_index import INDEX_FILE, read_index
 from serving.inference.key_rows import KeyRows
 from serving.inference.raw_values import key_of
 from serving.manifest import DENSE, Manifest
-from serving.versions import described_features
+from serving.raw_records import RawDescription
 from serving.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -71,9 +71,11 @@ def vocabulary_of(
     directory: Path, manifest: Manifest, feature: str
 ) -> tuple[str, Vocabulary | None]:
     """Return the file and the content of the vocabulary of a feature in a model; None without."""
-    described = described_features(manifest.raw).get(feature) if manifest.raw else None
-    name, size = (described or {}).get("vocabulary") or ("", 0)
-    return name, Vocabulary(directory / name, size) if name else None
+    features = RawDescription.of(manifest.raw).by_feature if manifest.raw else {}
+    if feature not in features or features[feature].vocabulary is None:
+        return "", None
+    name, size = features[feature].vocabulary
+    return name, Vocabulary(directory / name, size)
 
 
 def _in_tensors(path: Path, values: Values) -> Iterator[tuple[Path, str]]:
@@ -146,9 +148,6 @@ def _texts(column: "pa.Array") -> "Iterator[pa.Array]":
         column = column.filter(pc.equal(pc.round(column), column)).cast(pa.int64(), safe=False)
     if pa.types.is_integer(column.type):
         column = column.cast(pa.string())
-    if (
-        pa.types.is_string(column.type)
-        or pa.types.is_large_string(column.type)
-        or pa.types.is_binary(column.type)
-    ):
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)
+    if any(is_kind(column.type) for is_kind in kinds):
         yield column.cast(pa.binary())

@@ -7,15 +7,15 @@ directory, so a server that starts again decides as the one that ran.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from configs.messages import shown
 from dataloading.dataset.durable_files import replace_directory, sync_directory
 from serving.manifest import VOCABULARIES, Manifest, ModelError
+from serving.raw_records import RawDescription
 from serving.vocabulary import Vocabulary
 
 NAME = re.compile(r"[1-9][0-9]{0,17}")
@@ -53,15 +53,14 @@ def _other_ids(before: Path, manifest: Manifest, after: Path, changed: Manifest)
     known, now = (m.source.get(VOCABULARIES) or {} for m in (manifest, changed))
     if manifest.raw is None:
         return found or [name for name in known if now.get(name, known[name]) != known[name]]
-    described = [described_features(m.raw) for m in (manifest, changed) if m.raw]
+    described = [RawDescription.of(m.raw).by_feature for m in (manifest, changed) if m.raw]
     same: dict[tuple[str, str], bool] = {}
     for name, feature in described[0].items():
-        files = feature["vocabulary"], described[1][name]["vocabulary"]
-        if feature["buckets"] != described[1][name]["buckets"] or (
-            None in files and files[0] != files[1]
-        ):
+        other_feature = described[1][name]
+        files = feature.vocabulary, other_feature.vocabulary
+        if feature.buckets != other_feature.buckets or (None in files and files[0] != files[1]):
             found.append(name)
-        elif None not in files:
+        elif files[0] is not None and files[1] is not None:
             (file, size), (other, other_size) = files
             if (file, other) not in same:
                 same[file, other] = manifest.files[file] == changed.files[other] or Vocabulary(
@@ -69,14 +68,6 @@ def _other_ids(before: Path, manifest: Manifest, after: Path, changed: Manifest)
                 ).is_kept_by(Vocabulary(after / other, other_size))
             found += [name] * (not same[file, other])
     return list(dict.fromkeys(found))
-
-
-def described_features(raw: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return what makes ids of values, by feature; a history has that of its feature."""
-    by_name = {feature["name"]: feature for feature in raw["categorical"]}
-    for of in raw.get("sequences", []):
-        by_name |= {feature["name"]: feature for feature in of["events"]["categorical"]}
-    return by_name | {history["name"]: by_name[history["of"]] for history in raw["history"]}
 
 
 def list_versions(directory: Path) -> list[str]:

@@ -23,7 +23,6 @@ import numpy as np
 
 from serving.manifest import ModelError
 
-UNKNOWN = 0
 WRITTEN = 1 << 24
 BATCH_TEXTS = 1 << 16
 
@@ -158,4 +157,4 @@ class Vocabulary:
             if self._data[begin:end] == text:
                 return number
             position += 1
-        return UNKNOWN
+        return 0

@@ -243,7 +243,6 @@ def find_damage(path: Path, facts: dict[str, Any], rank: int, num_ranks: int) ->
 
 
 def _damage_of_block(block: tuple[Chunk, str, str, int, int]) -> str | None:
-    """Return the damage of one of the blocks of a chunk that have a checksum each."""
     chunk, name, dtype, number, crc32 = block
     chunk_bytes = math.prod(chunk.sizes) * DTYPES[dtype].itemsize
     start = chunk.start + number * CHECKSUM_BYTES

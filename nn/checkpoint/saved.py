@@ -8,13 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from configs.messages import shortened
 from nn.checkpoint.compatibility import AVERAGE, differences
 from nn.checkpoint.directory import read_facts
-from nn.checkpoint.tensor_index import (
-    StoredTensor,
-    TensorIndex,
-    UnreadableError,
-    blocks,
-    read_index,
-)
+from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, UnreadableError, read_index
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +56,7 @@ class SavedModel:
             for name, tensor in stored.items():
                 at, target = 0, weights[name]
                 flat = target.reshape(1) if target.dim() == 0 else target
-                for block in blocks(tensor):
+                for block in tensor.blocks():
                     values = torch.from_numpy(block)
                     if tensor.dtype == "bfloat16":
                         values = values.view(torch.bfloat16)

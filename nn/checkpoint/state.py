@@ -53,14 +53,10 @@ class Trained(Protocol):
     """Model and optimizers whose state a checkpoint holds, in the style of torch.distributed.checkpoint's `Stateful`."""
 
     frozen: frozenset[Component]
-
-    @property
-    def table_names(self) -> list[str]:
-        """Return the names of the tables, in the order of the features."""
-
-    @property
-    def initial_rows(self) -> Mapping[str, InitialRows]:
-        """Return the weights whose changes tensors of the state are, by name."""
+    table_names: list[str]  # in the order of the features
+    initial_rows: Mapping[
+        str, InitialRows
+    ]  # by name, the weights whose changes tensors of the state are
 
     def state_dict(self, *, with_optimizer: bool = True) -> State:
         """Return this rank's shards of the state; the tensors are not copied."""
@@ -126,19 +122,17 @@ def check(
             )
         return {"num_steps": 0}
     try:
-        facts = read_facts(path)
-        fingerprint, _ = facts["feature_spec"], facts["num_steps"]
-        index = read_index(path)
+        facts, index = read_facts(path), read_index(path)
     except UnreadableError as error:
         raise ValueError(f"checkpoint.restore={path}: {error}") from None
-    except (ValueError, KeyError) as error:
+    except ValueError as error:
         raise ValueError(
             f"checkpoint.restore={path} is not a checkpoint ({error}); name a step_N directory "
             "below a run's checkpoints/"
         ) from None
     if allow_changes:
         return facts
-    problem = feature_mismatch(index, fingerprint, spec, tables, grow=grow)
+    problem = feature_mismatch(index, facts["feature_spec"], spec, tables, grow=grow)
     if problem is None and Component.tables in components and not grow:
         problem = vocabulary_mismatch(facts, spec.metadata)
         if problem is not None:
@@ -182,7 +176,7 @@ def restore(
     lacks_state = (
         with_optimizer
         and tf2 is None
-        and not any(_is_of_dense_optimizer(name) for name in tensors)
+        and not any(name.startswith(DENSE_OPTIMIZER) for name in tensors)
         and read_facts(path).get("num_steps") == 0
     )
     if with_optimizer and not lacks_state:
@@ -192,7 +186,8 @@ def restore(
     shapes = {
         name: size
         for name, size in step.state_shapes(with_optimizer=with_optimizer).items()
-        if component_of(name) in components and not (lacks_state and _is_of_dense_optimizer(name))
+        if component_of(name) in components
+        and not (lacks_state and name.startswith(DENSE_OPTIMIZER))
     }
     tensors, shapes, note = match_options(tensors, shapes)
     wanted = {name: value for name, value in wanted.items() if name in shapes}
@@ -211,10 +206,6 @@ def restore(
         raise ValueError(f"{named} cannot be read: {error}{advice}") from None
     step.load_state_dict(wanted)
     return None if note is None else f"{named} {note}"
-
-
-def _is_of_dense_optimizer(name: str) -> bool:
-    return name.startswith(DENSE_OPTIMIZER)
 
 
 def trainer_rows(path: Path) -> dict[str, Tensor]:

@@ -45,8 +45,6 @@ ALIGNMENT = 64
 
 
 class Part(NamedTuple):
-    """A part of a tensor, on this rank."""
-
     name: str
     size: tuple[int, ...]  # of the complete tensor
     offsets: tuple[int, ...]  # of the part's first element in it
@@ -78,7 +76,11 @@ def write_tensors(
     """
     parts, rank = parts_of(state), dist.get_rank(channel.group)
     described = {
-        part.name: {"dtype": _dtype_name(part.tensor), "size": list(part.size), "chunks": []}
+        part.name: {
+            "dtype": str(part.tensor.dtype).removeprefix("torch."),
+            "size": list(part.size),
+            "chunks": [],
+        }
         for part in parts
     }
     sizes = [(part.key, part.tensor.nbytes) for part in parts]
@@ -151,10 +153,6 @@ def write_arrays(path: Path, parts: Sequence[Part]) -> list[tuple[str, dict[str,
             chunks.append((part.name, chunk))
         file.sync()
     return chunks
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _first_problem(problems: Sequence[str | None]) -> str | None:

@@ -84,13 +84,17 @@ class StoredTensor:
 
     def array(self) -> np.ndarray:
         """Return all elements, in memory of their own; for small tensors."""
-        rows = list(blocks(self))
+        rows = list(self.blocks())
         complete = np.concatenate(rows) if rows else np.empty(0, DTYPES[self.dtype])
         return complete.reshape(self.size)
 
-    def blocks(self) -> "Iterator[np.ndarray]":
-        """Yield the rows in order, as `Replayed` does."""
-        return blocks(self)
+    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
+        """Yield the rows in order, whatever the chunks, as arrays [n, ...] of about `block_bytes`."""
+        num_rows = self.size[0] if self.size else 1
+        rows_at_once = rows_per_block(self.size, self.dtype, block_bytes)
+        reader = RowReader(self)
+        for first in range(0, num_rows, rows_at_once):
+            yield reader.rows(first, min(first + rows_at_once, num_rows))
 
 
 class UnreadableError(ValueError):
@@ -349,12 +353,3 @@ class RowReader:
 def rows_per_block(size: Sequence[int], dtype: str, block_bytes: int = BLOCK_BYTES) -> int:
     """Return the rows of a tensor that make a block of about `block_bytes`."""
     return max(1, block_bytes // max(1, math.prod(size[1:]) * DTYPES[dtype].itemsize))
-
-
-def blocks(tensor: StoredTensor, block_bytes: int = BLOCK_BYTES) -> Iterator[np.ndarray]:
-    """Yield the rows of a tensor in order, whatever its chunks, as arrays [n, ...] of about `block_bytes`."""
-    num_rows = tensor.size[0] if tensor.size else 1
-    rows_at_once = rows_per_block(tensor.size, tensor.dtype, block_bytes)
-    reader = RowReader(tensor)
-    for first in range(0, num_rows, rows_at_once):
-        yield reader.rows(first, min(first + rows_at_once, num_rows))

@@ -64,7 +64,6 @@ def check_tables(
 
 
 def _contradiction(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> str | None:
-    """Return the first contradiction of tables and features, or None."""
     by_name: dict[str, EmbeddingBagConfig] = {}
     for table in tables:
         if not table.feature_names:

@@ -44,8 +44,6 @@ KEYS = "keys."
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Parts of a checkpoint to export."""
-
     tables: Sequence[str] = ()
     parts: Sequence[Component] = (Component.tables,)
     optimizer: bool = True

@@ -56,26 +56,16 @@ class DistinctRows:
         """
         if end - first == self.starts.shape[0]:
             return self if room is None else replace(self, positions=self.positions[:room])
-        lengths, hotness = self.lengths[first:end], self.hotness
-        if not hotness:
-            begin, part = part_of(
-                self.starts, self.positions.shape[0], self.max_length, slice(first, end), room
-            )
-            return replace(
-                self,
-                positions=self.positions.index_select(0, part),
-                starts=self.starts[first:end] - begin,
-                lengths=lengths,
-                vectors=None,
-            )
-        positions = self.positions[hotness * first : hotness * end]
-        return replace(
-            self,
-            positions=positions,
-            starts=self.starts[: end - first],
-            lengths=lengths,
-            vectors=None,
-        )
+        if self.hotness:
+            positions = self.positions[self.hotness * first : self.hotness * end]
+            starts = self.starts[: end - first]
+        else:
+            capacity, samples = self.positions.shape[0], slice(first, end)
+            begin, part = part_of(self.starts, capacity, self.max_length, samples, room)
+            positions = self.positions.index_select(0, part)
+            starts = self.starts[first:end] - begin
+        lengths = self.lengths[first:end]
+        return replace(self, positions=positions, starts=starts, lengths=lengths, vectors=None)
 
 
 def part_of(

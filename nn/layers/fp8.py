@@ -361,7 +361,6 @@ def quantise_weights(weights: Sequence[Tensor]) -> list[Fp8Matrix]:
 
 
 def rounding_ops(x: Tensor) -> ModuleType:
-    """Return the module that rounds to 8 bits."""
     if not x.is_cuda:
         return plain
     # Only CUDA builds of torch include Triton.

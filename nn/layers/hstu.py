@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from nn.layers.distinct_rows import DistinctRows
-from nn.layers.initialization import normal_, uniform_
+from nn.layers.initialization import initialise_without_bias_, normal_, uniform_
 from nn.layers.sequence import LayerNorm
 from nn.layers.sequence_events import SequenceEvents
-from nn.layers.stu import SwishMLP, draw_normal_
+from nn.layers.stu import RowsAt, SwishMLP, draw_normal_
 from nn.ops.hstu_attention import JaggedPositions
-from nn.ops.rows_at import RowsAt
 
 # B: samples, C: events with room for, P: positions, K: context vectors, M: candidates, D: columns of a position
 
@@ -96,7 +95,8 @@ class SampleParts:
 
     def with_context(self, rows: RowsAt, context: Tensor) -> RowsAt:
         """Return the rows with the vectors of context, [B, K, D], behind them and at their positions."""
-        first = len(rows.table) + self.at.samples * context.shape[1]
+        # Not `len`, which torch.export takes for a constant.
+        first = rows.table.shape[0] + self.at.samples * context.shape[1]
         index = torch.where(self.is_context, first + self.at.offsets, rows.index)
         joined = torch.cat([rows.table, context.flatten(0, 1).to(rows.table.dtype)])
         return RowsAt(joined, index.to(rows.index.dtype))
@@ -218,8 +218,7 @@ class ContextVectors(nn.Module):
             normal_(matrix, generator)
         nn.init.zeros_(self.biases)
         if self.numbers is not None:
-            normal_(self.numbers.weight, generator)
-            nn.init.zeros_(self.numbers.bias)
+            initialise_without_bias_(self.numbers, generator)
 
     def forward(self, vectors: Tensor | None, numbers: Tensor) -> Tensor:
         """Map vectors [B, features * columns], None of no feature, and numbers [B, N], of which some are chosen, to [B, K, D]."""
@@ -248,7 +247,6 @@ class PositionVectors(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw both tables from a CPU generator."""
         bound = len(self.positions) ** -0.5
         uniform_(self.positions, -bound, bound, generator)
         if self.times is not None:
@@ -320,8 +318,7 @@ class UserVectors(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        normal_(self.linear.weight, generator)
-        nn.init.zeros_(self.linear.bias)
+        initialise_without_bias_(self.linear, generator)
 
     def forward(self, x: Tensor, hours: Tensor | None) -> Tensor:
         """Map [B * M, D], and whole hours [B] with a clock, to [B * M, D]."""

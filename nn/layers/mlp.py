@@ -62,7 +62,6 @@ class MLP(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw all weights from a CPU generator."""
         for layer in self.layers:
             initialise_linear_(layer, generator)
 

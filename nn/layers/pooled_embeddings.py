@@ -39,6 +39,12 @@ class PooledEmbeddings:
         widths = (matrix.shape[1] // num_features,) * num_features
         return cls(EmbeddingLayout.dense(widths, matrix.device), lambda _: matrix)
 
+    def with_matrix(self, matrix: Tensor) -> "Tensor | PooledEmbeddings":
+        """Return a matrix [B, T] in the place of the values, with the rows that tables hand out, if any do."""
+        if self.rows_of is None or self.sequence_of is None:
+            return matrix
+        return PooledEmbeddings.with_rows(matrix, self.rows_of, self.sequence_of)
+
     @classmethod
     def with_rows(
         cls,

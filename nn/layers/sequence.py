@@ -4,7 +4,6 @@
 have zeros in all of them. Nothing reads the device; shapes depend on no data; sums have one order.
 """
 
-from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -59,18 +58,11 @@ def attend(
     return module.attend(q, k, v, at, queries or at, causal, scale, bias or ScoreBias())
 
 
-def attend_once(
-    q: Tensor, k: Tensor, v: Tensor, at: SamplePositions, *, bias: ScoreBias | None = None
-) -> Tensor:
-    """Return softmax attention of one query per sample, a candidate say, [B, H, K]; zeros for a sample without events.
-
-    The distance of the last event is 0, and the time of the query is 0: times of events are ages.
-    """
+def attend_once(q: Tensor, k: Tensor, v: Tensor, at: SamplePositions) -> Tensor:
+    """Return softmax attention of one query per sample, a candidate say, [B, H, K]; zeros for a sample without events."""
     sample = torch.arange(q.shape[0], device=q.device)
-    if bias is not None and bias.times is not None:
-        bias = replace(bias, query_times=bias.times.new_zeros(q.shape[0]))
     queries = Positions(sample, at.lengths.clamp(max=1), sample, 1)
-    return attend(q, k, v, at, queries=queries, bias=bias)
+    return attend(q, k, v, at, queries=queries)
 
 
 def pool_weighted(values: Tensor, weights: Tensor, at: SamplePositions, *, is_mean: bool) -> Tensor:

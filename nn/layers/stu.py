@@ -6,21 +6,22 @@ no sample are finite if the inputs are, reach no other position, and have no gra
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import embedding, linear, silu
 
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
 from nn.layers.sequence import LayerNorm
 from nn.ops.column_blocks import GradientBlocks, column_blocks
-from nn.ops.fused_linear import can_fuse
+from nn.ops.fused_linear import as_autocast, can_fuse
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
 from nn.ops.jagged import pad
-from nn.ops.rows_at import RowsAt, sum_of_rows
 
-# B: samples, C: positions, D: columns of a position, H: heads, K: columns of a head, L: most positions of a sample
+# B: samples, R: rows, C: positions, D: columns of a position, H: heads, K: columns of a head, L: most positions of a sample
 
 NORM_EPS = 1e-6
 """Of the norms in an STU layer; all others have PyTorch's."""
@@ -74,6 +75,21 @@ def xavier_uniform_(weight: Tensor, generator: torch.Generator) -> None:
     uniform_(weight, -bound, bound, generator)
 
 
+@dataclass(frozen=True, slots=True)
+class RowsAt:
+    """A row of a table for each position, times `scale`."""
+
+    table: Tensor  # [R, D]
+    index: Tensor  # of the row, integer [C]
+    scale: float = 1.0
+
+    @classmethod
+    def each(cls, vectors: Tensor) -> "RowsAt":
+        """Return a row of its own for each position, of [C, D]."""
+        # Not `len`, which torch.export takes for a constant.
+        return cls(vectors, torch.arange(vectors.shape[0], device=vectors.device))
+
+
 class PositionDropout(Dropout):
     """`Dropout` of [C, D] whose mask follows from the row of the sample in the global batch, and the offset in the sample."""
 
@@ -82,8 +98,19 @@ class PositionDropout(Dropout):
         return self._drop(x, (at.samples, at.offsets)) if self.training and self.rate > 0 else x
 
     def of_rows(self, rows: Sequence[RowsAt], at: JaggedPositions) -> Tensor:
-        """Return the dropped out sum of the rows at each position, [C, D], on a GPU in autocast's dtype."""
-        return sum_of_rows(rows, self.mask, (at.samples, at.offsets))
+        """Return the dropped out sum of the rows at each position, [C, D], on a GPU in autocast's dtype.
+
+        There the backward pass adds up the gradients of a row in one order, and from numbers in that dtype.
+        """
+        tables, indices = [of.table for of in rows], [of.index for of in rows]
+        scales, where = [of.scale for of in rows], (at.samples, at.offsets)
+        if can_fuse(tables[0], tables[0]):
+            # Only CUDA builds of torch include Triton.
+            from nn.ops.triton.row_sums import sum_of_rows
+
+            return sum_of_rows(tables, indices, scales, self.mask, where)
+        total = reduce(torch.add, map(torch.mul, map(embedding, indices, tables), scales))
+        return as_autocast(total if self.mask is None else self.mask.apply(total, where))
 
 
 class STULayer(nn.Module):

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -33,7 +32,7 @@ from nn.saved_config import load_saved_config
 from nn.scores.score_file import score_columns
 from nn.scores.unknown_values import UnknownValues
 from nn.training.limits import Day
-from nn.training.train_step import AMP_DTYPES
+from nn.training.train_step import autocast
 
 if TYPE_CHECKING:
     from preproc.raw_tables import RawTables
@@ -172,14 +171,15 @@ class Run:
             self.spec, self.config.data.multi_hot, self.config.data.workers or READERS
         )
         cpu = torch.device("cpu")
-        expansion = {name: multi_hot.lookup_table(name, cpu) for name in multi_hot.hotness}
+        added = {name: multi_hot.lookup_table(name, cpu) for name in multi_hot.hotness}
         for batch in loader.batches(0, loader.steps_per_epoch):
-            yield _expanded(batch, expansion).to(self.device)
+            if added:
+                batch = _expanded(batch, multi_hot.expanded_spec(batch.layout.spec), added)
+            yield batch.to(self.device)
 
     @torch.no_grad()
     def _scores(self, batch: Batch) -> Tensor:
-        dtype = AMP_DTYPES.get(self.config.train.amp)
-        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+        with autocast(self.config.train.amp, self.device.type):
             logits = self.model(batch)
         return scores_of(self.tasks, logits, batch.keep_rates)[: batch.num_valid].cpu()
 
@@ -258,19 +258,8 @@ def _day(checkpoint: Path) -> int | None:
         return None
 
 
-def _expanded(batch: Batch, tables: Mapping[str, Tensor]) -> Batch:
-    """Return a batch with the further ids of features that are expanded."""
-    if not tables:
-        return batch
+def _expanded(batch: Batch, spec: FeatureSpec, tables: Mapping[str, Tensor]) -> Batch:
     layout = batch.layout
-    hotness = {name: 1 + table.shape[1] for name, table in tables.items()}
-    categorical = tuple(
-        replace(feature, hotness=hotness[feature.name], mean_hotness=hotness[feature.name])
-        if feature.name in hotness
-        else feature
-        for feature in layout.spec.categorical
-    )
-    spec = replace(layout.spec, categorical=categorical)
     expanded = batch.in_layout(BatchLayout.of(spec, layout.rows, layout.doublings))
     for name, table in tables.items():
         ids = expand(batch.feature(name).values(), table)

@@ -32,8 +32,6 @@ from nn.training.prefetch import Prefetcher
 from nn.training.trainer import Trainer
 from nn.versions import require_stack
 
-NOT_OPEN = "the training is not open; write `with Training(config) as training:`"
-
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
@@ -241,7 +239,7 @@ class Training:
 
     def _open(self) -> tuple[Session, Trainer]:
         if self._opened is None:
-            raise ValueError(NOT_OPEN)
+            raise ValueError("the training is not open; write `with Training(config) as training:`")
         return self._opened
 
     @property

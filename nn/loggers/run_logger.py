@@ -22,10 +22,6 @@ class LoggedRun:
     def name(self) -> str:
         return self.directory.resolve().name
 
-    @property
-    def is_continuation(self) -> bool:
-        return self.first_step > 0
-
 
 class RunLogger(Protocol):
     """Logger of one run, which rank 0 makes without arguments.

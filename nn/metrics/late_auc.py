@@ -6,13 +6,13 @@ no shape depends on the labels.
 
 import math
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-NUM_COUNTS = 4
+from nn.ops.host_copy import HostCopy
+from nn.ops.stream_waits import stream_for
 
 
 def pair_counts(logits: Tensor, is_positive: Tensor) -> Tensor:
@@ -40,33 +40,21 @@ class LateAuc:
     def __init__(
         self, pieces: list[Tensor], rows: Callable[[], tuple[Tensor, Tensor]], device: torch.device
     ) -> None:
-        self._event: torch.cuda.Event | None = None
         if device.type != "cuda":
-            self._counts = pair_counts(*rows())
+            self._counts = HostCopy(pair_counts(*rows()))
             return
         self._pieces = pieces
-        self._counts = torch.empty(NUM_COUNTS, dtype=torch.int64, pin_memory=True)
-        self._event = torch.cuda.Event()
-        stream = _stream(device)
+        stream = stream_for("late AUC", device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._counts.copy_(pair_counts(*rows()), non_blocking=True)
-            self._event.record()
+            self._counts = HostCopy(pair_counts(*rows()))
 
     def is_there(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._counts.is_there()
 
     def value(self) -> float:
         """Return the AUC, or nan where it is not defined; wait for it."""
-        if self._event is not None:
-            self._event.synchronize()
-        pairs, positives, negatives, num_nan = self._counts.tolist()
+        pairs, positives, negatives, num_nan = self._counts.read().tolist()
         if not positives * negatives or num_nan:
             return math.nan
         return pairs / (2 * positives * negatives)
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all of them: the allocator keeps freed memory for the stream that used it."""
-    return torch.cuda.Stream(device)

@@ -78,14 +78,11 @@ def log_loss_sum(positives: Tensor, negatives: Tensor) -> Tensor:
 
 
 class KeptRows:
-    """Predictions and labels of one task on this rank since the last `reset`, float32; of a binary one whether the label is 1."""
+    """Predictions and labels of one task on this rank so far, float32; of a binary one whether the label is 1."""
 
     def __init__(self, device: torch.device, *, is_binary: bool = True) -> None:
         self.device = device
         self.is_binary = is_binary
-        self.reset()
-
-    def reset(self) -> None:
         self._predictions: list[Tensor] = []
         self._labels: list[Tensor] = []
         self._latest: list[Tensor] = []

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from configs.user_objects import described, load_user_object
 from dataloading.batch import Batch
+from nn.metrics import measures
 from nn.metrics.late_auc import LateAuc
 from nn.metrics.measured_rows import MeasuredRows, RowGather
 from nn.metrics.prediction_curves import describe_predictions, score_buckets
@@ -71,7 +72,9 @@ class TaskMetrics:
             self._groups.append(ids.to(self._device, torch.int64, copy=True))
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:
-        """Keep the rows that `rows` returned, on one rank."""
+        """Keep the rows of all ranks that `rows` returned, if any, on one rank."""
+        if not rows:
+            return
         rows = {name: values.to(self._device) for name, values in rows.items()}
         logits, labels = rows["logits"], rows["labels"]
         self._keep(logits, labels.float(), len(logits), rows.get("weights"), None)
@@ -112,7 +115,7 @@ class TaskMetrics:
     def _value(self, metric: Metric, rows: MeasuredRows) -> float:
         """Return a metric; ValueError if one of the user's fails, or returns no number."""
         try:
-            compute = metric.compute
+            compute = metric.compute or getattr(measures, metric.name)
             if isinstance(compute, str):
                 compute = load_user_object(compute, f"the metric {metric.name}")
             return float(compute(rows))

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.initialization import uniform_
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, VectorModel
 from nn.models.options import AutoIntOptions
 
 # B: samples, F: features, D: columns of a vector, H: heads, A: columns of all heads
@@ -45,7 +44,7 @@ class InteractingLayer(nn.Module):
         return torch.relu((attention @ value).transpose(1, 2).flatten(2) + residual)
 
 
-class AutoInt(Model):
+class AutoInt(VectorModel):
     """Dense component of AutoInt+ (sections 4.2 to 4.5): logit = w^T concat(interacting layers) + MLP(vectors).
 
     Numerical features have vectors that their values multiply (section 4.3).
@@ -54,9 +53,7 @@ class AutoInt(Model):
     Options = AutoIntOptions
 
     def __init__(self, options: AutoIntOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.vectors = FeatureVectors(spec, options)
-        self.prefix_columns = self.vectors.prefix_columns
+        super().__init__(options, spec)
         columns = options.heads * options.head_dim
         inputs = [options.embedding_dim] + [columns] * (options.layers - 1)
         self.layers = nn.ModuleList(

@@ -3,20 +3,17 @@
 from torch import Tensor
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import Tables, one_table_per_feature
-from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.interactions.factorization_machine import factorization_machine
 from nn.layers.mlp import MLP
-from nn.layers.numerical_embedding import NumericalEmbedding
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, LinearVectorModel
 from nn.models.options import DeepFMOptions
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a vector
 
 
-class DeepFM(Model):
+class DeepFM(LinearVectorModel):
     """Dense component of DeepFM (section 2.1, equations 1 to 4).
 
     logit = sum_i w_i x_i + sum_{i<j} <v_i, v_j> x_i x_j + MLP([v_1 x_1, v_2 x_2, ...])
@@ -29,21 +26,10 @@ class DeepFM(Model):
     Options = DeepFMOptions
 
     def __init__(self, options: DeepFMOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.vectors = FeatureVectors(spec, options)
-        self.prefix_columns = self.vectors.prefix_columns
-        num_numerical = len(spec.numerical)
-        self.weights = NumericalEmbedding(num_numerical, 1) if num_numerical else None
+        super().__init__(options, spec)
         self.deep = MLP(
             self.vectors.columns, [*options.hidden, 1], final_activation=False, **rates(options)
         )
-
-    @classmethod
-    def tables(cls, options: DeepFMOptions, spec: FeatureSpec) -> Tables:
-        return [
-            *one_table_per_feature(options, spec),
-            *one_table_per_feature(options, spec, columns=1, prefix="weight_"),
-        ]
 
     def activations(self) -> Activations:
         """Return the float32 copy of the vectors, which the squares need again, and the operations of the pairs."""

@@ -7,13 +7,13 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Towers
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, TaskModel
 from nn.models.options import ESMMOptions
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table
 
 
-class ESMM(Model):
+class ESMM(TaskModel):
     """Dense component of ESMM (section 2.3, equations 1 to 3), for the labels click, and click and conversion.
 
     The towers give logits a and b of pCTR and pCVR over shared embeddings. The second label is predicted by
@@ -24,21 +24,14 @@ class ESMM(Model):
     Options = ESMMOptions
 
     def __init__(self, options: ESMMOptions, spec: FeatureSpec) -> None:
-        super().__init__()
+        super().__init__(options, spec)
         if len(spec.labels) != 2 or not all(label.is_binary for label in spec.labels):
             names = ", ".join(label.name for label in spec.labels)
             raise ValueError(
                 "model.name=esmm needs two binary labels, click, and click and conversion, and the dataset has "
                 f"{names}; list them in the spec's channel_spec.label"
             )
-        self.prefix_columns, num_tasks = len(spec.numerical), len(spec.labels)
-        self._embedding_columns = len(spec.categorical) * options.embedding_dim
-        self.towers = Towers(
-            self.prefix_columns + self._embedding_columns,
-            num_tasks,
-            options.tower_hidden,
-            **rates(options),
-        )
+        self.towers = Towers(self._inputs, self._num_tasks, options.tower_hidden, **rates(options))
 
     def activations(self) -> Activations:
         """Return the input of the second tower, which is the first one's, and the embeddings."""

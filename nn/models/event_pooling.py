@@ -130,7 +130,4 @@ class WithPooledEvents(Wrapper):
                 else:
                     vectors.append(self.poolings[table](found, events))
         x = torch.cat(vectors, dim=1)
-        rows_of, sequence_of = embeddings.rows_of, embeddings.sequence_of
-        if self._reads_events and rows_of is not None and sequence_of is not None:
-            return self.model(numerical, PooledEmbeddings.with_rows(x, rows_of, sequence_of))
-        return self.model(numerical, x)
+        return self.model(numerical, embeddings.with_matrix(x) if self._reads_events else x)

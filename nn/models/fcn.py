@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.dropout import Dropout
-from nn.layers.feature_vectors import FeatureVectors
-from nn.layers.initialization import normal_, uniform_
+from nn.layers.initialization import initialise_without_bias_, normal_, uniform_
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import LayerNorm
 from nn.layers.tri_bce import TriBCE
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, VectorModel
 from nn.models.options import FCNOptions
 
 # B: samples, F: features, D: columns of a vector, C: F * D
@@ -56,8 +55,7 @@ class CrossBranch(nn.Module):
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw the logit's weight from a Glorot normal; its bias begins at zero."""
-        normal_(self.logit.weight, generator)
-        nn.init.zeros_(self.logit.bias)
+        initialise_without_bias_(self.logit, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, C] to logits [B]."""
@@ -67,7 +65,7 @@ class CrossBranch(nn.Module):
         return self.logit(x).squeeze(1).float()
 
 
-class FCN(Model):
+class FCN(VectorModel):
     """Dense component of FCN (section 4): the mean of the logits of both cross networks, trained with `TriBCE`.
 
     x is the first halves of all vectors, then their second halves, on which the masks act (section 4.1). Numerical features
@@ -77,9 +75,7 @@ class FCN(Model):
     Options = FCNOptions
 
     def __init__(self, options: FCNOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.vectors = FeatureVectors(spec, options)
-        self.prefix_columns = self.vectors.prefix_columns
+        super().__init__(options, spec)
         self.deep = CrossBranch(
             self.vectors.columns, options.deep_layers, options.deep_dropout, exponential=True
         )

@@ -3,19 +3,18 @@
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.interactions.bilinear_fusion import BilinearFusion
 from nn.layers.interactions.feature_gate import FeatureGate
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import chosen_features, in_table_order, rates
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, VectorModel
 from nn.models.options import FinalMLPOptions
 
 # B: samples, N: numerical features
 
 
-class FinalMLP(Model):
+class FinalMLP(VectorModel):
     """Dense component of FinalMLP: o_i = MLP_i(h_i), with a `FeatureGate` per stream and a `BilinearFusion`.
 
     The vectors e are the embeddings, and `NumericalEmbedding` of the numerical features. The weights begin as those of
@@ -27,9 +26,7 @@ class FinalMLP(Model):
     Options = FinalMLPOptions
 
     def __init__(self, options: FinalMLPOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.vectors = FeatureVectors(spec, options)
-        self.prefix_columns = self.vectors.prefix_columns
+        super().__init__(options, spec)
         every = [*spec.numerical, *in_table_order(spec)]
         named = {
             "gate_features_1": options.gate_features_1,

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.dropout import Dropout
-from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, VectorModel
 from nn.models.options import MaskNetOptions, MaskStructure
 
 # B: samples, F: features, numerical ones included, D: columns of a vector, C: F * D, I: columns of a block's input
@@ -60,7 +59,7 @@ class FeatureNorm(nn.Module):
         return torch.addcmul(self.bias, x, self.weight).flatten(1)
 
 
-class MaskNet(Model):
+class MaskNet(VectorModel):
     """Dense component of MaskNet (section 3.4).
 
     Serial: the first block transforms the normalised vectors, and every further one the output of the block before; dropout
@@ -73,9 +72,7 @@ class MaskNet(Model):
     Options = MaskNetOptions
 
     def __init__(self, options: MaskNetOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.vectors = FeatureVectors(spec, options)
-        self.prefix_columns = self.vectors.prefix_columns
+        super().__init__(options, spec)
         self.norm = FeatureNorm(self.vectors.num_features, options.embedding_dim)
         self.is_serial = options.structure is MaskStructure.serial
         first, blocks = self.vectors.columns, options.blocks

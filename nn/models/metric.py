@@ -20,7 +20,7 @@ class Metric:
     name: str  # in records and options: letters, digits and `_`
     title: str  # of its value on the test split, on the terminal
     # function of `nn.metrics.measured_rows.MeasuredRows` that returns the value, nan where it is not defined, or the
-    # function's import path
+    # function's import path; of the project's metrics that of this name in `nn.metrics.measures`
     compute: Callable[[Any], float] | str = ""
     is_binary: bool = True  # of binary labels, or of regression labels
     is_default: bool = False  # measured without being named
@@ -68,7 +68,6 @@ class Metric:
 AUC = Metric(
     name="auc",
     title="test AUC",
-    compute="nn.metrics.measures:auc",
     is_default=True,
     undefined="undefined (all labels are the same)",
     while_training=True,
@@ -76,13 +75,11 @@ AUC = Metric(
 GAUC = Metric(
     name="gauc",
     title="GAUC",
-    compute="nn.metrics.measures:gauc",
     undefined="undefined (no group has both labels)",
 )
 PR_AUC = Metric(
     name="pr_auc",
     title="PR-AUC",
-    compute="nn.metrics.measures:pr_auc",
     undefined="undefined (no label is 1)",
 )
 METRICS = (
@@ -90,7 +87,6 @@ METRICS = (
     Metric(
         name="log_loss",
         title="log loss",
-        compute="nn.metrics.measures:log_loss",
         is_default=True,
         larger_is_better=False,
     ),
@@ -99,21 +95,18 @@ METRICS = (
     Metric(
         name="normalised_entropy",
         title="normalised entropy",
-        compute="nn.metrics.measures:normalised_entropy",
         undefined="undefined (all labels are the same)",
         larger_is_better=False,
     ),
     Metric(
         name="calibration",
         title="calibration",
-        compute="nn.metrics.measures:calibration",
         undefined="undefined (no label is 1)",
         larger_is_better=None,
     ),
     Metric(
         name="rmse",
         title="test RMSE",
-        compute="nn.metrics.measures:rmse",
         is_binary=False,
         is_default=True,
         while_training=True,
@@ -122,17 +115,11 @@ METRICS = (
     Metric(
         name="mae",
         title="MAE",
-        compute="nn.metrics.measures:mae",
         is_binary=False,
         larger_is_better=False,
     ),
 )
 """The project's metrics, in the order of the records. `eval.metrics` names further ones, and `eval.group` measures `GAUC`."""
-
-
-def default_metrics(*, is_binary: bool) -> tuple[Metric, ...]:
-    """Return the metrics that are measured without being named."""
-    return tuple(m for m in METRICS if m.is_default and m.is_binary == is_binary)
 
 
 def further_metrics(names: Sequence[str]) -> list[Metric]:

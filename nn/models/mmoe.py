@@ -6,13 +6,13 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Experts, Gate, Towers
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, TaskModel
 from nn.models.options import MMoEOptions
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, E: experts, T: tasks
 
 
-class MMoE(Model):
+class MMoE(TaskModel):
     """Dense component of MMoE (section "Multi-gate Mixture-of-Experts").
 
     y_k = tower_k(f_k(x)), f_k(x) = sum_i g_k(x)_i expert_i(x), g_k(x) = softmax(W_k x)
@@ -24,10 +24,8 @@ class MMoE(Model):
     Options = MMoEOptions
 
     def __init__(self, options: MMoEOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.prefix_columns, num_tasks = len(spec.numerical), len(spec.labels)
-        self._embedding_columns = len(spec.categorical) * options.embedding_dim
-        self._inputs = self.prefix_columns + self._embedding_columns
+        super().__init__(options, spec)
+        num_tasks = self._num_tasks
         self.experts = Experts(
             self._inputs, options.experts, options.expert_hidden, **rates(options)
         )

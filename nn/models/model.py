@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from configs.schema import ModelConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import one_table_per_feature
+from nn.layers.feature_vectors import FeatureVectors
+from nn.layers.numerical_embedding import NumericalEmbedding
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.ops.fused_linear import as_autocast
 
@@ -170,6 +172,41 @@ class Model(nn.Module):
             parameter.numel() for parameter in self.parameters() if id(parameter) not in linear
         )
         return others + sum(before * after + after for before, after in self.linear_layers())
+
+
+class VectorModel(Model):
+    """A model that reads the vectors of all features, those of numerical ones first."""
+
+    def __init__(self, options: ModelConfig, spec: FeatureSpec) -> None:
+        super().__init__()
+        self.vectors = FeatureVectors(spec, options)
+        self.prefix_columns = self.vectors.prefix_columns
+
+
+class LinearVectorModel(VectorModel):
+    """A model of vectors with a linear term: all features have a weight too, those of numerical ones times their values."""
+
+    def __init__(self, options: ModelConfig, spec: FeatureSpec) -> None:
+        super().__init__(options, spec)
+        num_numerical = len(spec.numerical)
+        self.weights = NumericalEmbedding(num_numerical, 1) if num_numerical else None
+
+    @classmethod
+    def tables(cls, options: Any, spec: FeatureSpec) -> list[EmbeddingBagConfig]:
+        return [
+            *one_table_per_feature(options, spec),
+            *one_table_per_feature(options, spec, columns=1, prefix="weight_"),
+        ]
+
+
+class TaskModel(Model):
+    """A model of several tasks that reads numerical features and embeddings as one matrix (`join_inputs`)."""
+
+    def __init__(self, options: ModelConfig, spec: FeatureSpec) -> None:
+        super().__init__()
+        self.prefix_columns, self._num_tasks = len(spec.numerical), len(spec.labels)
+        self._embedding_columns = len(spec.categorical) * options.embedding_dim
+        self._inputs = self.prefix_columns + self._embedding_columns
 
 
 class Wrapper(Model):

@@ -43,8 +43,7 @@ class _TwoMLPOptions(ModelConfig):
         "normalize the outputs of the top MLP's hidden layers over the global batch, before ReLU",
     )
 
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.top_mlp[-1] == 1,
             f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
@@ -55,8 +54,7 @@ class _TwoMLPOptions(ModelConfig):
 class DLRMOptions(_TwoMLPOptions):
     """Options of DLRM."""
 
-    def __post_init__(self) -> None:
-        _TwoMLPOptions.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.bottom_mlp[-1] == self.embedding_dim,
             f"model.bottom_mlp must end in model.embedding_dim={self.embedding_dim} for dlrm (the "
@@ -163,8 +161,7 @@ class FinalMLPOptions(ModelConfig):
     dropout: float = rate(0.0, "rate of the dropout after every layer of the streams")
     batch_norm: bool = option(False, "normalise the streams' layers over the global batch")
 
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
+    def check_relations(self) -> None:
         last = self.hidden_1[-1], self.hidden_2[-1]
         require(
             self.heads > 0 and not any(width % self.heads for width in last),
@@ -193,8 +190,7 @@ class MaskNetOptions(ModelConfig):
         0.0, "rate of the dropout after every serial block, or after those hidden layers"
     )
 
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.reduction_ratio > 0 and round(min(self.blocks) * self.reduction_ratio) > 0,
             "model.reduction_ratio must leave at least one column of every block's width, got "
@@ -425,8 +421,7 @@ class RankMixerOptions(_TaskOptions):
         [], "features in the order of their semantic groups, cut into tokens; the others follow"
     )
 
-    def __post_init__(self) -> None:
-        _TaskOptions.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.token_dim % self.tokens == 0,
             f"model.token_dim must be a multiple of model.tokens={self.tokens}, got {self.token_dim}",
@@ -445,8 +440,7 @@ class FCNOptions(ModelConfig):
     )
     shallow_dropout: float = rate(0.3, "the same in the linear network")
 
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             self.embedding_dim % 2 == 0,
             f"model.embedding_dim must be even for fcn, which halves vectors, got {self.embedding_dim}",
@@ -588,8 +582,7 @@ class HSTUOptions(ModelConfig):
         False, "add biases by distance and time to the scores, as in the paper; no kernel has them"
     )
 
-    def __post_init__(self) -> None:
-        ModelConfig.__post_init__(self)
+    def check_relations(self) -> None:
         require(
             len(self.action_bits) <= 8,
             f"model.action_bits may be 8, whose combinations are computed, got {len(self.action_bits)}; leave some out",

@@ -7,7 +7,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Experts, Gate, Towers
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, TaskModel
 from nn.models.options import PLEOptions
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, T: tasks, I: columns of an input
@@ -28,13 +28,7 @@ class ExtractionLevel(nn.Module):
         super().__init__()
         counts = [options.task_experts] * num_tasks + [options.shared_experts]
         self.experts = nn.ModuleList(
-            Experts(
-                num_inputs,
-                count,
-                options.expert_hidden,
-                **rates(options),
-            )
-            for count in counts
+            Experts(num_inputs, count, options.expert_hidden, **rates(options)) for count in counts
         )
         self.gates = nn.ModuleList(
             Gate(num_inputs, options.task_experts + options.shared_experts)
@@ -54,7 +48,7 @@ class ExtractionLevel(nn.Module):
         return outputs
 
 
-class PLE(Model):
+class PLE(TaskModel):
     """Dense component of PLE: levels of extraction, and a tower per task (section "Progressive Layered Extraction").
 
     The inputs of the first level are all x, the numerical features and the embeddings; those of a further level are the
@@ -65,23 +59,14 @@ class PLE(Model):
     Options = PLEOptions
 
     def __init__(self, options: PLEOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.prefix_columns, num_tasks = len(spec.numerical), len(spec.labels)
-        self._embedding_columns = len(spec.categorical) * options.embedding_dim
-        self._inputs = self.prefix_columns + self._embedding_columns
-        self._num_tasks, self._options = num_tasks, options
-        width = options.expert_hidden[-1]
+        super().__init__(options, spec)
+        self._options, width = options, options.expert_hidden[-1]
         sizes = [self._inputs] + [width] * (options.levels - 1)
         self.levels = nn.ModuleList(
-            ExtractionLevel(size, num_tasks, options, is_last=number == options.levels)
+            ExtractionLevel(size, self._num_tasks, options, is_last=number == options.levels)
             for number, size in enumerate(sizes, 1)
         )
-        self.towers = Towers(
-            width,
-            num_tasks,
-            options.tower_hidden,
-            **rates(options),
-        )
+        self.towers = Towers(width, self._num_tasks, options.tower_hidden, **rates(options))
 
     def activations(self) -> Activations:
         """Return the experts' outputs as the gates read them: stacked, and joined with the shared ones."""

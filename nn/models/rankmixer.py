@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import round_up
 from nn.layers.per_token import PerTokenExperts, PerTokenLinear, ReluRouter
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import LayerNorm
 from nn.models.features import chosen_features, in_table_order, rates
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, VectorModel
 from nn.models.options import RankMixerOptions
 from nn.ops.fused_linear import as_autocast, can_fuse
 
@@ -52,7 +51,7 @@ class RankMixerBlock(nn.Module):
         return self.network_norm(self.network(s, gates) + s)
 
 
-class RankMixer(Model):
+class RankMixer(VectorModel):
     """Dense component of RankMixer: tokens, `RankMixerBlock`s, the mean of the tokens, and a tower per task.
 
     Tokens (section 3.2, equation 2): the vectors of all features side by side, those of a semantic group next to each other,
@@ -65,9 +64,7 @@ class RankMixer(Model):
     Options = RankMixerOptions
 
     def __init__(self, options: RankMixerOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.vectors = FeatureVectors(spec, options)
-        self.prefix_columns = self.vectors.prefix_columns
+        super().__init__(options, spec)
         every = [*spec.numerical, *in_table_order(spec)]
         first = chosen_features("model.feature_order", options.feature_order, every)
         order = [*first, *(name for name in every if name not in first)] if first else []

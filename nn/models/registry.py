@@ -107,7 +107,6 @@ def _refuse_options_of_others(name: str, written: Sequence[WrittenOption]) -> No
 
 
 def models_with(option: str) -> list[str]:
-    """Return the models of the project that have an option or a section `model.<option>`."""
     return [
         name
         for name in MODELS

@@ -7,13 +7,13 @@ from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, TaskModel
 from nn.models.options import SharedBottomOptions
 
 # B: samples, N: numerical features, F: categorical features, D: columns of a table, T: tasks
 
 
-class SharedBottom(Model):
+class SharedBottom(TaskModel):
     """Dense component of the shared-bottom model: y_k = tower_k(f(x)) (section "Shared-bottom Multi-task Model").
 
     x are the numerical features and the embeddings, f is an MLP with ReLU after every layer.
@@ -22,17 +22,11 @@ class SharedBottom(Model):
     Options = SharedBottomOptions
 
     def __init__(self, options: SharedBottomOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.prefix_columns, num_tasks = len(spec.numerical), len(spec.labels)
-        self._embedding_columns = len(spec.categorical) * options.embedding_dim
-        self.bottom = MLP(
-            self.prefix_columns + self._embedding_columns,
-            options.hidden,
-            final_activation=True,
-            **rates(options),
+        super().__init__(options, spec)
+        self.bottom = MLP(self._inputs, options.hidden, final_activation=True, **rates(options))
+        self.towers = Towers(
+            options.hidden[-1], self._num_tasks, options.tower_hidden, **rates(options)
         )
-        self.towers = Towers(options.hidden[-1], num_tasks, options.tower_hidden, **rates(options))
-        self._num_tasks = num_tasks
 
     def activations(self) -> Activations:
         """Return the columns of layers' inputs that are in memory already: embeddings, and the inputs of further towers."""

@@ -113,10 +113,6 @@ class WithProjections(Wrapper):
                 piece = self.projections[name](piece.unflatten(1, (-1, width))).flatten(1)
             found.append(piece)
         joined = torch.cat(found, dim=1)
-        if isinstance(embeddings, PooledEmbeddings) and embeddings.rows_of is not None:
-            assert embeddings.sequence_of is not None, "both are given"
-            return self.model(
-                numerical,
-                PooledEmbeddings.with_rows(joined, embeddings.rows_of, embeddings.sequence_of),
-            )
+        if isinstance(embeddings, PooledEmbeddings):
+            return self.model(numerical, embeddings.with_matrix(joined))
         return self.model(numerical, joined)

@@ -17,9 +17,9 @@ from nn.layers.task_losses import distilled_losses, loss_of, mean_share
 from nn.models.metric import (
     AUC,
     GAUC,
+    METRICS,
     Metric,
     best_of,
-    default_metrics,
     further_metrics,
     metrics_of_label,
 )
@@ -36,7 +36,7 @@ class Task:
 
     name: str
     is_binary: bool = True
-    metrics: tuple[Metric, ...] = default_metrics(is_binary=True)
+    metrics: tuple[Metric, ...] = tuple(m for m in METRICS if m.is_default and m.is_binary)
     options: TaskConfig = field(default_factory=TaskConfig)
 
     def loss_share(
@@ -174,7 +174,7 @@ def tasks_of_run(config: Config, spec: FeatureSpec) -> list[Task]:
         further=config.eval.metrics,
         has_groups=config.eval.group is not None,
     )
-    best_metric(tasks, config.eval.best_metric)
+    best_of(metrics_of(tasks), config.eval.best_metric)
     group = config.eval.group
     if group is not None:
         found = next((f for f in spec.categorical if f.name == group), None)
@@ -202,11 +202,6 @@ def tasks_of_run(config: Config, spec: FeatureSpec) -> list[Task]:
 
 def metrics_of(tasks: Iterable[Task]) -> list[Metric]:
     return [metric for task in tasks for metric in task.metrics]
-
-
-def best_metric(tasks: Iterable[Task], name: str | None) -> Metric:
-    """Return the metric that `eval.best_metric` names, or the first; see `nn.models.metric.best_of`."""
-    return best_of(metrics_of(tasks), name)
 
 
 def auc_key(record: Mapping[str, Any], best: str | None) -> str | None:

@@ -45,7 +45,6 @@ class WideDeep(Model):
 
     @classmethod
     def tables(cls, options: WideDeepOptions, spec: FeatureSpec) -> Tables:
-        """Return the tables of the deep features, and tables of one column of the wide ones."""
         wide, deep = _wide_and_deep(options, spec)
         return [
             *one_table_per_feature(options, spec, features=deep),

@@ -7,14 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.embedding.declared_tables import Tables, one_table_per_feature
-from nn.layers.feature_vectors import FeatureVectors
 from nn.layers.initialization import truncated_normal_
 from nn.layers.mlp import MLP
-from nn.layers.numerical_embedding import NumericalEmbedding
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
-from nn.models.model import Activations, Model
+from nn.models.model import Activations, LinearVectorModel
 from nn.models.options import XDeepFMOptions
 
 # B: samples, F: features, D: columns of a vector, H: vectors of a layer's input, K: of its output
@@ -41,7 +38,7 @@ class CompressedInteraction(nn.Module):
         return nn.functional.linear(pairs, self.weight.to(pairs.dtype))
 
 
-class XDeepFM(Model):
+class XDeepFM(LinearVectorModel):
     """Dense component of xDeepFM (section 3.2, equation 9).
 
     logit = sum_i w_i x_i + MLP(vectors) + w^T [sums over D of the vectors of every `CompressedInteraction`]
@@ -53,11 +50,7 @@ class XDeepFM(Model):
     Options = XDeepFMOptions
 
     def __init__(self, options: XDeepFMOptions, spec: FeatureSpec) -> None:
-        super().__init__()
-        self.vectors = FeatureVectors(spec, options)
-        self.prefix_columns = self.vectors.prefix_columns
-        num_numerical = len(spec.numerical)
-        self.weights = NumericalEmbedding(num_numerical, 1) if num_numerical else None
+        super().__init__(options, spec)
         sizes = [self.vectors.num_features, *options.cross_layers]
         self.cross = nn.ModuleList(
             CompressedInteraction(self.vectors.num_features, before, after)
@@ -68,13 +61,6 @@ class XDeepFM(Model):
             self.vectors.columns, [*options.hidden, 1], final_activation=False, **rates(options)
         )
         self._sizes, self._dim = sizes, options.embedding_dim
-
-    @classmethod
-    def tables(cls, options: XDeepFMOptions, spec: FeatureSpec) -> Tables:
-        return [
-            *one_table_per_feature(options, spec),
-            *one_table_per_feature(options, spec, columns=1, prefix="weight_"),
-        ]
 
     def activations(self) -> Activations:
         """Return the products of pairs, which the gradients need again, and the operations of their combinations."""

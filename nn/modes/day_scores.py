@@ -4,6 +4,7 @@ from nn.build import TRAIN_SPLIT
 from nn.distributed.preemption import Heartbeat
 from nn.next_day import as_known, open_previous_day
 from nn.observability.progress import Progress
+from nn.observability.records import DAY, FINAL
 from nn.observers.observer import Loop, Observer
 from nn.session import Session
 from nn.training.evaluator import Evaluator
@@ -53,5 +54,7 @@ class DayScores(Observer):
         del numbers[f"{which}_eval_s"]
         self._state.other_days |= plain_numbers(numbers)
         record = header | numbers | {"eval_s": measured["eval_s"]}
-        self._session.recorder.write_other_day(record, is_last=which == PREVIOUS)
+        if which == PREVIOUS:
+            record[FINAL] = True
+        self._session.recorder.write(DAY, record)
         self._progress.show_test(header | measured, model=model, problem=evaluator.problem)

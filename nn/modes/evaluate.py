@@ -4,13 +4,12 @@ from typing import Any
 
 from configs.schema import Config
 from nn.observability.progress import Progress
-from nn.observability.records import PROBLEM
+from nn.observability.records import PROBLEM, TEST
 from nn.session import open_session
 from nn.training.evaluator import described_predictions
 
 
 def evaluate(config: Config, config_yaml: str) -> None:
-    """Evaluate the model that `checkpoint.restore` names."""
     with open_session(config, config_yaml) as session:
         if session is None:
             return
@@ -20,6 +19,6 @@ def evaluate(config: Config, config_yaml: str) -> None:
             progress.show_test(record, problem=evaluator.problem)
         if evaluator.problem is not None:
             record[PROBLEM] = evaluator.problem
-        session.recorder.write_test(record)
+        session.recorder.write(TEST, record)
         session.recorder.write_predictions(described_predictions(config, evaluator, num_steps))
         session.finish(record)

@@ -9,7 +9,7 @@ from nn.build import TRAIN_SPLIT
 from nn.checkpoint.directory import CHECKPOINTS, list_checkpoints, step_of
 from nn.distributed.errors import DivergedError, SharedError, StoppedError
 from nn.distributed.process_group import Ranks
-from nn.observability.records import PROBLEM, UNSAVED
+from nn.observability.records import FINAL, PROBLEM, UNSAVED
 from nn.observability.run_directory import LAST_AUC, LAUNCHED, RESULT_STEP
 from nn.session import Session
 from nn.training.evaluator import described_predictions
@@ -96,7 +96,8 @@ def _result(session: Session, trainer: Trainer) -> dict[str, Any]:
     record = trainer.head_of_record(model_step) | measured
     trainer.observers.tell("on_evaluation", trainer, record, is_final=True)
     problem = evaluator.problem
-    recorder.write_final(record | ({} if problem is None else {PROBLEM: problem}))
+    of_problem = {} if problem is None else {PROBLEM: problem}
+    recorder.write(FINAL, record | of_problem | {FINAL: True})
     recorder.write_predictions(described_predictions(config, evaluator, model_step))
     name = "final" if model_step == trainer.num_steps else "final, best model"
     trainer.progress.show_test(record, model=name, problem=problem)

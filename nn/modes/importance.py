@@ -14,7 +14,6 @@ from nn.session import Session, open_session
 
 
 def importance(config: Config, config_yaml: str) -> None:
-    """Measure the importance of every feature to the model that `checkpoint.restore` names."""
     with open_session(config, config_yaml) as session:
         if session is not None:
             _importance(session)

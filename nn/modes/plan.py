@@ -32,7 +32,7 @@ from nn.observability.plan_table import (
     print_ways,
 )
 from nn.observability.run_directory import write_model, write_plan
-from nn.planning.exchange import Link, planned_links
+from nn.planning.exchange import Link, busiest_links, planned_exchange
 from nn.planning.memory_estimate import RankMemory, plan_memory
 from nn.planning.plan import Hardware, TablePlan, replicated_tables
 from nn.session import beside_plan, dense_states, describe
@@ -137,5 +137,6 @@ def _ways(
         except ValueError as error:
             ways[way] = f"cannot be: {error}"
         else:
-            ways[way] = planned_links(other, source.spec, plans[size], others)
+            exchange = planned_exchange(other, source.spec, plans[size], others)
+            ways[way] = busiest_links(exchange)
     return ways

@@ -133,7 +133,7 @@ def open_training(
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
         if start.is_continuation and not start.day.is_new and ranks.is_rank0:
-            trainer.records.take_rows(trainer_rows(start.checkpoint))
+            trainer.records.rows.restore(trainer_rows(start.checkpoint))
         yield trainer
 
 

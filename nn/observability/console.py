@@ -195,7 +195,6 @@ def _devices(environment: Mapping[str, Any]) -> str:
 
 
 def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
-    """Print one line per batch size."""
     table = bare_table()
     for name in ("batch size", "samples/s", "p50 ms", "p90 ms", "p99 ms"):
         table.add_column(name, justify="right", no_wrap=True)

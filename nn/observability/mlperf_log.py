@@ -9,8 +9,9 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from configs.schema import Amp, Config, Fp8
 from dataloading.dataset.durable_files import AppendedFile
@@ -117,7 +118,7 @@ def _precision(config: Config, on_gpu: bool) -> str:
     return "tf32" if config.train.tf32 and on_gpu else "fp32"
 
 
-class MlperfLog(Observer):
+class MlperfLog(Observer, AbstractContextManager["MlperfLog"]):
     """Writer of the log; exists on rank 0 only. A context manager: a run that ends before its target has status aborted.
 
     Steps count updates from the start of the run; lines have them as the fraction of an epoch, as the rules number them.
@@ -144,9 +145,6 @@ class MlperfLog(Observer):
         self._num_steps = restored_step or 0
         self._block_epoch = self._epoch
         self._is_running = False
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._is_running:

@@ -96,7 +96,6 @@ class Profiler(Observer):
         self._open = ExitStack()
 
     def on_step_begin(self, loop: Loop) -> None:
-        """Start before the first step of the profile."""
         if loop.num_steps == self.steps.start:
             loop.pause_speed()
             self.start()

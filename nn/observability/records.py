@@ -35,6 +35,9 @@ UNSAVED = "checkpoint_problem"
 PROBLEM = "test_problem"
 """Key of an evaluation, and of the summary after it, that says why its metrics are undefined."""
 
+TRAIN, TEST = "train", "test"
+"""Groups of records: of training, and of evaluations."""
+
 FINAL = "final"
 """Key of the record of a run's final evaluation, which follows the last checkpoint."""
 

@@ -19,11 +19,11 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from logging import Logger
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from configs.messages import on_one_line, os_error_text
 from dataloading.dataset.documents import parse_yaml, read_json
@@ -46,6 +46,7 @@ from nn.observability.records import (
     RESTARTS,
     STOPPED,
     SUMMARY,
+    TRAIN,
     KeptRecords,
     has_records,
     read_run,
@@ -84,7 +85,6 @@ SIGNIFICANT_DIGITS = 7
 
 
 def empty_summary(metrics: Iterable[Metric]) -> dict[str, Any]:
-    """Return a summary of which nothing was measured."""
     steps, *others = SUMMARY_KEYS
     return dict.fromkeys([steps, *(metric.test_key for metric in metrics), *others])
 
@@ -100,7 +100,7 @@ def to_json_value(value: Any) -> Any:
     return value
 
 
-class RunDirectory:
+class RunDirectory(AbstractContextManager["RunDirectory"]):
     """Writer of the run directory; every method is a no-op on ranks other than 0.
 
     Every file is complete or absent: a start that is killed, or that fills the disk, leaves no part of a file. `run_dir`: an
@@ -152,9 +152,6 @@ class RunDirectory:
                 )
             )
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *rest: object
     ) -> None:
@@ -173,30 +170,6 @@ class RunDirectory:
         """Sync the records to disk, so that they are as durable as a checkpoint that refers to them."""
         if self._metrics is not None:
             self._metrics.sync()
-
-    def write_plan(self, rows: list[TablePlan], memory: list[RankMemory]) -> None:
-        if self._metrics is not None:
-            write_plan(self.run_dir, rows, memory)
-
-    def write_model(self, description: Mapping[str, Any]) -> None:
-        if self._metrics is not None:
-            write_model(self.run_dir, description)
-
-    def write_train(self, record: Mapping[str, Any]) -> None:
-        """Append a training record; `record["step"]` is the number of finished steps."""
-        self._write_record("train", record)
-
-    def write_test(self, record: Mapping[str, Any]) -> None:
-        """Append an evaluation record; `record["step"]` is the number of finished steps."""
-        self._write_record("test", record)
-
-    def write_final(self, record: Mapping[str, Any]) -> None:
-        """Append the record of the final evaluation; `record["step"]` is the number of steps of its model."""
-        self._write_record(FINAL, {**record, FINAL: True})
-
-    def write_other_day(self, record: Mapping[str, Any], *, is_last: bool) -> None:
-        """Append the record of an evaluation on another day; `is_last`: it follows the last checkpoint of its day."""
-        self._write_record(DAY, {**record, **({FINAL: True} if is_last else {})})
 
     def write_predictions(self, described: Mapping[str, Any]) -> None:
         """Write `predictions.json` of the latest evaluation; without any predictions, remove that of an earlier one."""
@@ -252,11 +225,16 @@ class RunDirectory:
         with suppress(OSError):
             _write_json(self.run_dir / ENDED, content)
 
-    def _write_record(self, group: str, record: Mapping[str, Any]) -> None:
+    def write(self, group: str, record: Mapping[str, Any]) -> None:
+        """Append a record, whose `step` is the number of finished steps.
+
+        `group`: `TRAIN`, or of an evaluation `TEST`, `FINAL`, or `DAY` on the rows of another day. With the key `FINAL` it
+        follows the last checkpoint, of a run or of a day.
+        """
         if self._metrics is None:
             return
         self._metrics.append(f"{_line(record)}\n".encode())
-        self._has_training = self._has_training or group == "train"
+        self._has_training = self._has_training or group == TRAIN
         if self._loggers is not None:
             numbers = {
                 name.removeprefix(f"{group}_").removeprefix("test_"): value

@@ -1,11 +1,11 @@
 """Lock of a run directory, so that two runs never read, rename and write one directory at the same time."""
 
 import os
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
+from itertools import count
 from logging import Logger
 from pathlib import Path
-from typing import Self
 
 from dataloading.dataset.durable_files import UnlockableError, lock_directory, lock_file
 
@@ -13,7 +13,7 @@ LOCK_FILE = ".lock"
 """Locked instead of the directory where the file system locks files only, as NFS."""
 
 
-class RunLock:
+class RunLock(AbstractContextManager["RunLock"]):
     """Lock of the run directory of this process; a context manager that releases it.
 
     Only rank 0 takes it, before it reads or renames anything in the directory. The lock ends with the process at the latest.
@@ -23,9 +23,6 @@ class RunLock:
         self.logger = logger
         self._run_dir: Path | None = None
         self._descriptor: int | None = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         if self._descriptor is not None:
@@ -78,16 +75,18 @@ class RunLock:
 
         Raises ValueError: `runs/<recipe>` cannot be created, for example because it is a file.
         """
-        while True:
-            run_dir = default_run_dir(recipe)
-            try:
-                run_dir.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(_cannot_be_created(run_dir, error)) from None
+        first = Path("runs") / recipe / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        try:
+            first.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(_cannot_be_created(first, error)) from None
+        for number in count(1):
+            run_dir = first.with_name(f"{first.name}_{number}") if number > 1 else first
             with suppress(FileExistsError):
                 run_dir.mkdir()
-                self.take(run_dir)
-                return run_dir
+                break
+        self.take(run_dir)
+        return run_dir
 
 
 def is_running(run_dir: Path) -> bool:
@@ -106,17 +105,6 @@ def is_running(run_dir: Path) -> bool:
     except OSError:
         return False
     return False
-
-
-def default_run_dir(recipe: str) -> Path:
-    """Return `runs/<recipe>/<time>`, with a number appended if that exists already."""
-    started = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    run_dir = Path("runs") / recipe / started
-    attempt = 1
-    while run_dir.exists():
-        attempt += 1
-        run_dir = run_dir.with_name(f"{started}_{attempt}")
-    return run_dir
 
 
 def _lock(run_dir: Path) -> int:

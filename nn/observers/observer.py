@@ -15,22 +15,13 @@ class Loop(Protocol):
 
     best_metric: Metric
     last_step: int  # of the complete run, or of its day
-
-    @property
-    def rank(self) -> int:
-        """This process among all ranks."""
-
-    @property
-    def run_dir(self) -> Path:
-        """The run directory."""
+    rank: int  # this process among all ranks
+    run_dir: Path
+    first_step: int  # updates behind the model that the run began with
 
     @property
     def num_steps(self) -> int:
         """Updates made so far, those of earlier starts too."""
-
-    @property
-    def first_step(self) -> int:
-        """Updates behind the model that the run began with."""
 
     @property
     def ends_day(self) -> bool:

@@ -44,7 +44,6 @@ class PrometheusFile(Observer):
         self._next = 0.0  # of `time.monotonic`
 
     def on_start(self, loop: Loop) -> None:
-        """Say that the run trains."""
         self._set("finished", 0)
         self._write(loop, is_running=True)
 
@@ -68,12 +67,10 @@ class PrometheusFile(Observer):
         self._saving = checkpoint.directory
 
     def on_end(self, loop: Loop) -> None:
-        """Say that training has come to its end."""
         self._set("finished", 1)
         self._write(loop, is_running=False)
 
     def on_error(self, loop: Loop) -> None:
-        """Say that the run has ended, by an error or a signal."""
         self._write(loop, is_running=False)
 
     def _write(self, loop: Loop, *, is_running: bool) -> None:

@@ -3,13 +3,14 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from threading import Lock
 from typing import Generic, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+
+from nn.ops.stream_waits import stream_for
 
 WARM_UP_PASSES = 3
 
@@ -39,7 +40,7 @@ class CudaGraph(Generic[Outputs]):
         self._inputs: list[Tensor] = [example.clone() for example in inputs]
         self._words: list[Tensor] = [captured.view(torch.int32) for captured in self._inputs]
         current = torch.cuda.current_stream()
-        stream = _shared_stream(torch.cuda.current_device()) if stream is None else stream
+        stream = stream_for("captures", current.device) if stream is None else stream
         stream.wait_stream(current)
         with torch.cuda.stream(stream), nullcontext() if warm_up is None else warm_up:
             # Compilation, cuBLAS workspaces and NCCL's connections must precede the capture.
@@ -50,7 +51,7 @@ class CudaGraph(Generic[Outputs]):
         # cuBLAS has one workspace for each stream, and torch frees it with the first graph of the stream that is closed
         # (pytorch/pytorch#193402). Without one the capture takes its own from the graph's memory, which is kept.
         torch._C._cuda_clearCublasWorkspaces()
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
         _open.add(self)
         pool = None if beside is None else beside._graph.pool()
         # Thread-local: the loader's threads continue to allocate pinned memory meanwhile.
@@ -107,9 +108,3 @@ def close_graphs() -> None:
     """Close all graphs of this process. A communicator of NCCL waits without end for graphs that captured its collectives."""
     for graph in list(_open):
         graph.close()
-
-
-@cache
-def _shared_stream(device: int) -> torch.cuda.Stream:
-    """Return the stream of all captures: the allocator reuses memory on the stream that it was used on."""
-    return torch.cuda.Stream(device)

@@ -5,9 +5,10 @@ Exchanges run in the order of their batches, one right behind the other. The lis
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
+
+from nn.ops.stream_waits import stream_for
 
 
 class ExchangeQueue:
@@ -17,7 +18,9 @@ class ExchangeQueue:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = _stream(device) if device.type == "cuda" else None
+        # Served before that of the step.
+        on_gpu = device.type == "cuda"
+        self.stream = stream_for("exchanges", device, priority=-1) if on_gpu else None
         # Of the two turns, on the stream: their lists are read.
         self._are_read = [torch.cuda.Event() for _ in range(2)] if self.stream else []
         self._turn = 0
@@ -44,9 +47,3 @@ class ExchangeQueue:
         """Let the current stream wait for all exchanges that are queued."""
         if self.stream is not None:
             torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all tiers of a process, which is served before that of the step."""
-    return torch.cuda.Stream(device, priority=-1)

@@ -20,6 +20,9 @@ class HostCopy:
         # The current device of a thread may be another one.
         self._event.record(torch.cuda.current_stream(values.device))
 
+    def is_there(self) -> bool:
+        return self._event is None or self._event.query()
+
     def read(self) -> Tensor:
         """Return the values, once the device has computed them."""
         if self._event is not None:
@@ -45,11 +48,9 @@ class DeviceValues:
         self.floats, self.integer = self._words[:-1].view(torch.float32), self._words[-1:]
 
     def write_float(self, index: int, value: float) -> None:
-        """Write a number, for the next `load`."""
         self._host_floats[index] = value
 
     def write_integer(self, value: int) -> None:
-        """Write the integer, for the next `load`."""
         self._host[-1] = value
 
     def load(self) -> None:

@@ -33,7 +33,6 @@ def node_near(pci_address: str, sysfs: Path = SYSFS) -> int | None:
 
 
 def cpus_near(pci_address: str, sysfs: Path = SYSFS) -> set[int]:
-    """Return those near a device at an address; see `gpu_cpus`."""
     node = node_near(pci_address, sysfs)
     if node is None:
         return set()

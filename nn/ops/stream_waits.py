@@ -1,11 +1,21 @@
-"""Time for which a stream of a GPU waits for another."""
+"""Streams of a GPU, one of a process for each purpose, and the time for which one waits for another."""
 
 from collections import deque
+from functools import cache
 
 import torch
 
 MOST_WAITS = 256
 """Waits whose events are kept before they are added up."""
+
+
+@cache
+def stream_for(purpose: str, device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """Return the process's stream for a purpose: the allocator keeps freed memory for the stream that used it.
+
+    Torch has 32 streams, and then gives out the first ones again.
+    """
+    return torch.cuda.Stream(device, priority=priority)
 
 
 class StreamWaits:

@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from configs.schema import Amp, Config, ShardingConfig
+from configs.schema import Amp, Config
 from dataloading.dataset.batch_layout import id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.multi_hot import MultiHot
@@ -28,25 +28,15 @@ TERMS = ("ids", "embeddings", "gradients", "dense gradients")
 
 
 @dataclass(frozen=True, slots=True)
-class RankExchange:
-    """Bytes that one rank sends per training step."""
-
-    within: Mapping[str, float]  # bytes to other ranks of its node, by what is sent
-    between: Mapping[str, float]  # bytes to ranks of other nodes, by what is sent
-    messages_within: int = 0  # of the all-to-alls
-    messages_between: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Link:
-    """The rank that sends most over one kind of link."""
+    """Bytes that a rank sends per training step over one kind of link, and their messages."""
 
     name: str
     rank: int
-    sent: Mapping[str, float]  # bytes per step, by what is sent
+    sent: Mapping[str, float]  # bytes by what is sent
     gb_s: float
-    messages: int = 0
-    us: float = 0.0  # of a message
+    messages: int  # of the all-to-alls
+    us: float  # of a message
 
     @property
     def num_bytes(self) -> float:
@@ -58,38 +48,16 @@ class Link:
         return self.num_bytes / (self.gb_s * BYTES_PER_MS) + self.messages * self.us / 1000
 
 
-def busiest_links(exchange: Sequence[RankExchange], rates: ShardingConfig) -> list[Link]:
+def busiest_links(exchange: Sequence[Sequence[Link]]) -> list[Link]:
     """Return the busiest link within a node, and the one between nodes; without those over which nothing is sent."""
-    within = [
-        Link(WITHIN, number, rank.within, rates.within_gb_s, rank.messages_within, rates.within_us)
-        for number, rank in enumerate(exchange)
-    ]
-    between = [
-        Link(
-            BETWEEN,
-            number,
-            rank.between,
-            rates.between_gb_s,
-            rank.messages_between,
-            rates.between_us,
-        )
-        for number, rank in enumerate(exchange)
-    ]
-    busiest = [max(links, key=lambda link: link.ms) for links in (within, between)]
+    busiest = [max(links, key=lambda link: link.ms) for links in zip(*exchange, strict=True)]
     return [link for link in busiest if link.num_bytes]
-
-
-def planned_links(
-    config: Config, spec: FeatureSpec, plan: Sequence[TablePlan], hardware: Hardware
-) -> list[Link]:
-    """Return the busiest links of a plan, at the rates of the options."""
-    return busiest_links(planned_exchange(config, spec, plan, hardware), config.sharding)
 
 
 def planned_exchange(
     config: Config, spec: FeatureSpec, plan: Sequence[TablePlan], hardware: Hardware
-) -> list[RankExchange]:
-    """Count what each rank sends per training step of a full batch.
+) -> list[list[Link]]:
+    """Count what each rank sends within its node and to other nodes, per training step of a full batch.
 
     Counted: ids, embeddings and their gradients; requested rows, with their expected capacity; the all-reduce of the gradients
     of the dense component and of replicated tables, as a ring over all ranks (mean over ranks). Where groups of ranks have the
@@ -101,7 +69,12 @@ def planned_exchange(
     all_to_alls = _all_to_alls(config, spec, seen, plan, hardware)
     reduced = build_meta(config.model, seen).num_parameters() + replicated_weights(plan)
     dense = _ring(FP32_BYTES * reduced, hardware)
-    in_node, exchanges = hardware.local_world_size, list[RankExchange]()
+    rates, in_node = config.sharding, hardware.local_world_size
+    kinds = [
+        (WITHIN, rates.within_gb_s, rates.within_us),
+        (BETWEEN, rates.between_gb_s, rates.between_us),
+    ]
+    exchanges: list[list[Link]] = []
     for first in range(0, hardware.world_size, in_node):
         senders = np.arange(first, first + in_node)
         sent = [{term: np.zeros(in_node) for term in TERMS} for _ in dense]
@@ -113,11 +86,18 @@ def planned_exchange(
                 counts[:, link] += np.count_nonzero(messages, axis=1)
         for of_link, num_bytes in zip(sent, dense, strict=True):
             of_link["dense gradients"] += num_bytes
-        for rank, of_rank in enumerate(counts.tolist()):
-            within, between = (
+        for rank, counts_of_rank in enumerate(counts.tolist()):
+            of_rank = [
                 {term: float(sizes[rank]) for term, sizes in of_link.items()} for of_link in sent
+            ]
+            exchanges.append(
+                [
+                    Link(name, first + rank, num_bytes, gb_s, messages, us)
+                    for (name, gb_s, us), num_bytes, messages in zip(
+                        kinds, of_rank, counts_of_rank, strict=True
+                    )
+                ]
             )
-            exchanges.append(RankExchange(within, between, *of_rank))
     return exchanges
 
 

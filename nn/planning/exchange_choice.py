@@ -11,7 +11,7 @@ from nn.embedding.declared_tables import hands_out_rows
 from nn.planning.host_tables import overrides_of
 from nn.planning.plan import Hardware, TablePlan
 from nn.sharding.request_capacity import capacity_for
-from nn.tiers.traffic import IdTraffic, expected_distinct, power_law_share
+from nn.tiers.traffic import IdTraffic, expected_distinct
 
 ID_BYTES = 4
 ELEMENT_BYTES = 4
@@ -42,7 +42,7 @@ def with_exchanges(
     wanted: Mapping[str, Exchange | None],
     batch_size: int,
     hardware: Hardware,
-    traffic_of: Callable[[str], IdTraffic] | None,
+    traffic_of: Callable[[str], IdTraffic],
 ) -> list[TablePlan]:
     """Return the plan with the exchange of each table; `batch_size` is that of a rank."""
     hotness = {feature.name: feature.mean_hotness for feature in spec.categorical}
@@ -62,7 +62,7 @@ def with_exchanges(
         if hardware.world_size == 1 or table.sharding == "data_parallel":
             return False
         rows, columns = table.num_embeddings, table.embedding_dim
-        share = traffic_of(table.table).share if traffic_of else power_law_share(rows, 0.0)
+        share = traffic_of(table.table).share
         asked, merged = (
             capacity_for(expected_distinct(samples * table.hotness, share, 0, rows))
             for samples in (batch_size, batch_size * ranks)

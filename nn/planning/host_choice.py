@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from nn.sharding.tables import HostTable
 from nn.tiers.host_tier import ring_slots
-from nn.tiers.traffic import IdTraffic, expected_fetches, power_law_share, row_classes
+from nn.tiers.traffic import IdTraffic, expected_fetches, row_classes
 
 CACHES = (0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01)
 """Fractions of rows on the device that are tried."""
@@ -64,15 +64,12 @@ def movable_tables(
     live_rows: Mapping[str, int],
     parts: Mapping[str, int],
     step_ids: Mapping[str, float],
-    traffic_of: Callable[[str], IdTraffic] | None,
+    traffic_of: Callable[[str], IdTraffic],
 ) -> dict[str, Movable]:
     """Return some tables with what host memory for them costs; `parts` are the shards into which their rows may be cut."""
 
     def movable(table: EmbeddingBagConfig) -> Movable:
-        rows = table.num_embeddings
-        traffic = IdTraffic(power_law_share(rows, 0.0), rows)
-        if traffic_of is not None:
-            traffic = traffic_of(table.name)
+        rows, traffic = table.num_embeddings, traffic_of(table.name)
         return Movable(
             rows=rows,
             live_rows=live_rows[table.name],

@@ -63,7 +63,6 @@ def chosen_host_tables(
     config: ShardingConfig,
     live_rows: Mapping[str, int],
 ) -> dict[str, HostTable]:
-    """Return the tables that overrides put into host memory or on disk."""
     return {
         table: HostTable(
             override.cache or DEFAULT_CACHE, live_rows[table], override.tier is Tier.disk

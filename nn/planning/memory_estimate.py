@@ -155,7 +155,6 @@ class Requests:
         return len(self.capacity) > 1
 
     def asked_of(self, rank: int) -> int:
-        """Return the rows that a group asks of a rank."""
         return len(self.capacity) * self.capacity[rank if self.is_sent else 0]
 
     def of_groups(self, rank: int) -> int:
@@ -260,7 +259,6 @@ def requests_of(
 
 
 def replicated_weights(tables: Sequence[TablePlan]) -> int:
-    """Return the weights of the replicated ones of some tables."""
     replicated = (x for x in tables if x.sharding == "data_parallel")
     return sum(x.num_embeddings * x.embedding_dim for x in replicated)
 

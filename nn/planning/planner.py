@@ -175,8 +175,8 @@ def plan_tables(
     hardware: Hardware,
     batch_size: int,
     expansion_bytes: Mapping[str, int],
-    live_samples: int | None = None,
-    traffic_of: Callable[[str], IdTraffic] | None = None,
+    live_samples: int,
+    traffic_of: Callable[[str], IdTraffic],
 ) -> tuple[TieredPlan, list[TablePlan]]:
     """Plan the sharding of all tables, as TorchRec's plan and as plain rows; ValueError: they do not fit, or a wrong override."""
     expansions: Counter[str] = Counter()
@@ -189,7 +189,7 @@ def plan_tables(
         if constraints[table.name].sharding_types == [ShardingType.data_parallel.value]:
             table.data_type = DataType.FP32
             embeddings.embedding_bags[table.name].float()
-    live_rows = live_rows_of(declared, spec, live_samples or 3 * batch_size, hardware.world_size)
+    live_rows = live_rows_of(declared, spec, live_samples, hardware.world_size)
     chosen = chosen_host_tables(declared, config, live_rows)
     topology = _topology(hardware, config, update_passes(embeddings, rule), chosen)
     inputs = (batch_size, constraints, embeddings, expansions, rule)

@@ -75,7 +75,6 @@ def average(config: Config, arguments: Sequence[str]) -> None:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run this command with other arguments; return its exit code."""
     return subprocess.run([sys.executable, sys.argv[0], *arguments], check=False).returncode
 
 

@@ -1,11 +1,12 @@
 """Scores that a killed `mode=predict` has left beside its output, so that the same command resumes after them."""
 
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class KeptScores:
         if lines.exists() and scores.exists():
             with scores.open("rb") as stream:
                 for line in lines.read_text(encoding="utf-8", errors="replace").splitlines():
-                    rows = self._intact_rows(line, stream.read(self._bytes_of(line)))
+                    rows = self._intact_rows(line, stream)
                     if rows is None:
                         break
                     intact.append(line)
@@ -74,25 +75,19 @@ class KeptScores:
             if file is not None:
                 file.close()
 
-    def _bytes_of(self, line: str) -> int:
-        chunk = _parsed(line)
+    def _intact_rows(self, line: str, scores: BinaryIO) -> np.ndarray | None:
+        """Read the chunk that a line describes, [n, tasks]; None if either is damaged."""
+        try:
+            chunk = parse_json(line, SCORES)
+        except ValueError:
+            return None
         num_bytes = chunk.get("bytes") if isinstance(chunk, dict) else None
         row = 8 * self._num_tasks
         # A damaged line may say any number.
-        most = (self._directory / SCORES).stat().st_size
+        most = os.fstat(scores.fileno()).st_size
         if type(num_bytes) is not int or num_bytes % row or not row <= num_bytes <= most:
-            return 0
-        return num_bytes
-
-    def _intact_rows(self, line: str, piece: bytes) -> np.ndarray | None:
-        chunk = _parsed(line)
-        if not piece or chunk != {"bytes": len(piece), "crc32": zlib.crc32(piece)}:
+            return None
+        piece = scores.read(num_bytes)
+        if chunk != {"bytes": len(piece), "crc32": zlib.crc32(piece)}:
             return None
         return np.frombuffer(piece, "<f8").reshape(-1, self._num_tasks)
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return parse_json(line, SCORES)
-    except ValueError:
-        return None

@@ -87,5 +87,5 @@ def open_output(
             yield output
         finally:
             output.writer.abandon()
-            if not output.writer.has_kept:
+            if not output.writer.num_written:
                 shutil.rmtree(work, ignore_errors=True)

@@ -45,7 +45,6 @@ def shown_output(config: Config) -> str:
 
 
 def is_csv(path: Path) -> bool:
-    """Return whether the scores are written as CSV, not as Parquet."""
     assert path.name.endswith(SCORE_ENDINGS)
     return path.name.endswith(".csv")
 

@@ -1,7 +1,7 @@
 """Rows to score: those of a split."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from configs.schema import Config
 from dataloading.batch import Batch
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class SplitRows:
     """Rows of one split of a dataset, or of the synthetic clicks, in their order.
 
-    A context manager, entered before the process group exists. `missing_rate`: column of keep rates that the training rows had
-    and these rows lack, or None. `facts`: all that tells these rows from others, as values of JSON. Raises ValueError: there is
-    no such split, or it does not keep one of `predict.columns`.
+    `opened`: a context in which they are read, entered before the process group exists. `missing_rate`: column of keep rates
+    that the training rows had and these rows lack, or None. `facts`: all that tells these rows from others, as values of JSON.
+    Raises ValueError: there is no such split, or it does not keep one of `predict.columns`.
     """
 
     def __init__(
@@ -39,14 +39,7 @@ class SplitRows:
         self.missing_rate = rate.name if rate is not None and is_missing else None
         self.facts = {**data_state(source.spec), "split": split, "rows": self.num_rows}
         self._loader = build_test_loader(config, source, ranks, split, key_maps)
-        self._loaders = Loaders(None, self._loader)
-
-    def __enter__(self) -> Self:
-        self._loaders.__enter__()
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        self._loaders.__exit__(error, *rest)
+        self.opened = Loaders(None, self._loader)
 
     def start(self, num_done: int) -> tuple[Iterator[Batch], int]:
         """Return this rank's batches behind the first `num_done` rows, and how many rows of the first batch are done too.

@@ -70,7 +70,7 @@ def predict(config: Config, console: Console, raw: RawRows | None = None) -> dic
     start = named_resume_point(config, rows.source)
     _check_corrections(config, tasks, start)
     with ExitStack() as stack:
-        stack.enter_context(rows)
+        stack.enter_context(rows.opened)
         stack.enter_context(process_group(ranks))
         stack.enter_context(report_lost_rank(ranks))
         output, num_done = _open_output(stack, config, rows, tasks, start, ranks, logger)

@@ -33,8 +33,8 @@ class _Copy(NamedTuple):
 class ScoreWriter:
     """Writes scores to a file, batch after batch, and keeps them for a start after a kill.
 
-    `schema`: its columns; the last ones are the scores. `num_rows`: rows that were restored or given to `put`. `wait_s`: time
-    that `put` waited for the thread. `busy_s`: time that the thread worked.
+    `schema`: its columns; the last ones are the scores. `num_rows`: rows that were restored or given to `put`, of which
+    `num_written` are written. `wait_s`: time that `put` waited for the thread. `busy_s`: time that the thread worked.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class ScoreWriter:
         self._schema = schema
         self._named = named
         self._kept = kept
-        self._num_written = 0
+        self.num_written = 0
         for rows in kept.restore():
             self._write(rows)
-        self.num_rows = self._num_written
+        self.num_rows = self.num_written
         self.wait_s = self.busy_s = 0.0
         self._free: SimpleQueue[Tensor | None] = SimpleQueue()
         for _ in range(MOST_PENDING):
@@ -60,10 +60,6 @@ class ScoreWriter:
         self._error: BaseException | None = None
         self._thread = Thread(target=self._work, name="score-writer", daemon=True)
         self._thread.start()
-
-    @property
-    def has_kept(self) -> bool:
-        return self._num_written > 0
 
     def put(self, scores: Tensor) -> None:
         """Take the scores of the next rows, [n, tasks] float64; the host does not wait for the device.
@@ -118,7 +114,7 @@ class ScoreWriter:
         started = time.perf_counter()
         if np.isnan(copy.rows).any():
             index = int(np.isnan(copy.rows).any(axis=1).argmax())
-            row = self._num_written + sum(map(len, rows)) + index
+            row = self.num_written + sum(map(len, rows)) + index
             raise ValueError(
                 f"the score of row {row:,} is not finite; the weights or a numerical value of the row are too large: clip or "
                 "scale such values when preprocessing, or use another checkpoint"
@@ -135,13 +131,13 @@ class ScoreWriter:
         self._write(chunk)
 
     def _write(self, scores: np.ndarray) -> None:
-        start = self._num_written
+        start = self.num_written
         stop = start + len(scores)
         columns = [as_arrow(np.ascontiguousarray(column)) for column in scores.T]
         columns = [*self._named.read(start, stop), *columns]
         table = pa.Table.from_arrays(columns, schema=self._schema)
         self._file.write_table(table, len(scores))  # Parquet: one row group
-        self._num_written = stop
+        self.num_written = stop
 
 
 def _on_host(scores: Tensor, buffer: Tensor | None) -> _Copy:

@@ -5,8 +5,9 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 
@@ -52,7 +53,7 @@ class StreamedRows:
     ) -> None:
         self._key_maps = key_maps
         self.title = str(config.source)
-        self._raw = raw
+        self.opened = closing(raw)
         self._ranks = ranks
         self._settings = LoaderSettings(
             batch_size=config.eval.batch_size,
@@ -86,12 +87,6 @@ class StreamedRows:
                 [f"{glob.escape(str(config.fitted))}/{name}" for name in ("*", "*/*")]
             ),
         }
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        self._raw.close()
 
     def start(self, num_done: int) -> tuple[Iterator[Batch], int]:
         """Return this rank's batches behind the first `num_done` rows, and 0: as `SplitRows.start`."""

@@ -47,7 +47,6 @@ class RowProgress(WithBar):
 
 
 def print_scores(console: Console, config: Config, written: Mapping[str, Any]) -> None:
-    """Print the result of `mode=predict`."""
     seconds = written["seconds"]
     speed = written["scored_rows"] / seconds
     waited = [

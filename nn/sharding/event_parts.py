@@ -33,7 +33,7 @@ class EventParts:
 
 
 class PartRoom:
-    """What a captured step has room for: `events` of a part, by feature of sequence groups."""
+    """Room of a captured step for `events` of a part, by feature of sequence groups."""
 
     def __init__(
         self, tables: RankTables, batch_size: int, capacity: PartCapacity, doublings: Doublings

@@ -96,7 +96,6 @@ class CapturedIdAllToAll:
         self._arrived = example.of_tensors(self._graph.outputs)
 
     def __call__(self, ids: Tensor) -> BatchRows:
-        """Exchange the next ids."""
         if self._is_held:
             # Two prefetchers are active: evaluation runs while the next training batch waits.
             return BatchRows(*self._send(ids))

@@ -50,7 +50,6 @@ class RowSums:
         return torch.ones(1, dtype=torch.int32, device=self._device)
 
     def take_sorted(self, ids: Tensor, keys: Tensor, order: Tensor) -> SortedIds:
-        """Return ids whose keys are sorted already."""
         return self._bags.take_sorted(ids, keys, order)
 
     def __call__(self, ids: SortedIds, gradients: Tensor) -> Tensor:
@@ -61,7 +60,10 @@ class RowSums:
 
 
 class MergedRows:
-    """The distinct ones of the rows [N] that a group asks of this rank, which has `num_rows` of `columns`."""
+    """The distinct ones of the rows [N] that a group asks of this rank, which has `num_rows` of `columns`.
+
+    `sums` adds the gradients [N, D] of each row, in the order of the ranks that asked: [M, D].
+    """
 
     def __init__(
         self, tables: RankTables, num_asked: int, num_rows: int, capacity: int, columns: int
@@ -72,7 +74,7 @@ class MergedRows:
             table = LocalTable(BY_NUMBER, sums, {}, first_row=0)
             return tables.adding_bags([table], rows_block(num_asked), num_asked)
 
-        self._sums = RowSums(bags_of, torch.Size((capacity, columns)), tables.ranks.device)
+        self.sums = RowSums(bags_of, torch.Size((capacity, columns)), tables.ranks.device)
 
     def merge(self, asked: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the distinct rows [M], with `NO_ID` behind the last one, and the position of each asked one among them.
@@ -94,14 +96,6 @@ class MergedRows:
             order,
             number[-1] > self._capacity,
         )
-
-    def sort(self, position: Tensor, order: Tensor) -> SortedIds:
-        """Return the positions of `merge` for `sum_by_row`."""
-        return self._sums.take_sorted(position, position, order)
-
-    def sum_by_row(self, ids: SortedIds, gradients: Tensor) -> Tensor:
-        """Return the sums [M, D] of the gradients [N, D] of each row, in the order of the ranks that asked."""
-        return self._sums(ids, gradients)
 
 
 def of_asked(values: Tensor, position: Tensor, order: Tensor) -> Tensor:

@@ -31,7 +31,6 @@ BY_NUMBER = (Lookup(BLOCK, 1),)
 
 
 def rows_block(count: int) -> dict[str, IdBlock]:
-    """Return the block of `count` rows for lookups `BY_NUMBER`."""
     return {BLOCK: IdBlock(0, count, count)}
 
 

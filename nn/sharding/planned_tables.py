@@ -48,7 +48,6 @@ class PlannedTable:
 
     @property
     def hands_out_rows(self) -> bool:
-        """Return whether the dense component takes the rows."""
         return self.lookups[0].pooling is Pooling.rows
 
     @property

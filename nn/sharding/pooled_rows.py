@@ -13,7 +13,10 @@ from nn.sharding.request_keys import RequestKeys
 
 
 class PooledRows:
-    """The lookups of a group of requested tables, in `rows` [R, D], for batches of one size."""
+    """The lookups of a group of requested tables, in `rows` [R, D], for batches of one size.
+
+    `sums` adds up each row's gradients [R, D], of those of the vectors [B, columns of all lookups].
+    """
 
     def __init__(
         self, tables: RankTables, keys: RequestKeys, rows: Tensor, batch_size: int
@@ -26,19 +29,12 @@ class PooledRows:
             return tables.adding_bags([table], keys.blocks, batch_size)
 
         self._bags = bags_of(rows)
-        self._sums = RowSums(bags_of, rows.shape, rows.device)
+        self.sums = RowSums(bags_of, rows.shape, rows.device)
 
     def look_up(self, ids: RequestedIds, out: Tensor) -> None:
         """Pool the rows of each sample; `out` [B, columns of all lookups] is overwritten."""
         self._bags.look_up(ids.local, out)
 
     def sort(self, ids: RequestedIds) -> SortedIds:
-        """Return the ids for `sum_by_row`; they were sorted when the rows were asked for."""
-        return self._sums.take_sorted(ids.local, ids.keys, ids.order)
-
-    def sum_by_row(self, ids: SortedIds, gradients: Tensor) -> Tensor:
-        """Return the sums of each row's gradients, float32 [R, D], which the next call overwrites.
-
-        `gradients` [B, columns of all lookups] are those of the vectors.
-        """
-        return self._sums(ids, gradients)
+        """Return the ids for `sums`; they were sorted when the rows were asked for."""
+        return self.sums.take_sorted(ids.local, ids.keys, ids.order)

@@ -32,11 +32,6 @@ class RankGroup:
         """Return this rank's group, where as many ranks in a row are one."""
         return cls(size, ranks.rank % size, ranks.rank // size, ranks.world_size // size)
 
-    @property
-    def first_rank(self) -> int:
-        """Number of the group's first rank over all groups."""
-        return self.number * self.size
-
     def send_within(self, numbers: Tensor, sizes: Sequence[int], channel: AllToAll) -> Tensor:
         """Send `sizes` of the numbers to the group's ranks; return those that they send here, in their order.
 
@@ -55,7 +50,7 @@ class RankGroup:
     def _of_all_ranks(self, sizes: Sequence[int]) -> list[int]:
         """Return the sizes of the group's ranks, and 0 of all others."""
         others = self.size * (self.count - 1 - self.number)
-        return [0] * self.first_rank + list(sizes) + [0] * others
+        return [0] * (self.size * self.number) + list(sizes) + [0] * others
 
     def numbers_of_all_groups(self, numbers: Tensor, channel: AllToAll) -> Tensor:
         """Return as many numbers of each group's rank that has the same shards, in the order of the groups."""

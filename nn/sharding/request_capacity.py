@@ -28,7 +28,6 @@ DEVIATIONS = 2.0
 
 
 def capacity_for(rows: float) -> int:
-    """Return the usual capacity, where a batch asks for `rows`."""
     return max(math.ceil(RESERVE * rows + SPREAD * rows**0.5), 1)
 
 

@@ -183,7 +183,7 @@ class RowRequests:
         """Return the rows that this group asks of this rank for `send_back`; None if they are not merged."""
         if self._merged is None:
             return None
-        return self._merged.sort(ids.merged_keys, ids.merged_order)
+        return self._merged.sums.take_sorted(ids.merged_keys, ids.merged_keys, ids.merged_order)
 
     def send_back(self, merged: SortedIds | None, gradients: Tensor) -> Tensor:
         """Send the gradients of `rows`, [R, D], to the owners: [W * capacity here, D], or [G * M, D] of several groups.
@@ -195,7 +195,7 @@ class RowRequests:
             sent, returned = gradients.to(self._dtype), torch.empty_like(self._sent)
             self._channels.embeddings(returned, sent, self._from_each, self._capacity)
         if self._merged is not None and merged is not None:
-            returned = self._merged.sum_by_row(merged, returned)
+            returned = self._merged.sums(merged, returned)
         if not self._has_groups:
             return returned
         return gradients_of_all_groups(returned.to(self._dtype), self._channels.owners)

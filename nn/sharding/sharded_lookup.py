@@ -19,7 +19,7 @@ from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.event_parts import PartRoom
 from nn.sharding.id_all_to_all import IdAllToAll
 from nn.sharding.local_ids import Capacity, LocalIds, RequestedIds
-from nn.sharding.placement import Placement, RankTables, RequestedTables
+from nn.sharding.placement import RankTables, RequestedTables
 from nn.sharding.pooled_rows import PooledRows
 from nn.sharding.rank_group import GroupIds, gradients_of_all_groups
 from nn.sharding.request_keys import RequestKeys
@@ -30,8 +30,6 @@ from nn.tiers.read_ahead import Need
 from nn.tiers.slot_ids import SlotIds
 
 # B: rows of this rank, W: ranks, T: columns of the vectors that a rank looks up for the others
-
-NO_REQUESTS = Capacity()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,7 @@ class ShardedLookup:
         self,
         tables: RankTables,
         batch_size: int,
-        capacity: Capacity = NO_REQUESTS,
+        capacity: Capacity,
         *,
         replicated_gradients: Sequence[Tensor],
         prefix_columns: int,
@@ -167,10 +165,13 @@ class ShardedLookup:
         self._replica_bags = tables.bags(
             placement.replicas, self._prepare_replicated.blocks, batch_size
         )
+        # Of the replicated tables that are not requested.
+        gradient_tables = [
+            LocalTable(table.lookups, replicated_gradients[number], {})
+            for table, number in zip(placement.replicas, placement.replica_numbers, strict=True)
+        ]
         self._replica_sums = tables.adding_bags(
-            _gradient_tables(placement, replicated_gradients),
-            self._prepare_replicated.blocks,
-            batch_size,
+            gradient_tables, self._prepare_replicated.blocks, batch_size
         )
         self.memory = VectorMemory(tables, batch_size, prefix_columns)
         self._sent = self.memory.of_group(tables)
@@ -315,7 +316,6 @@ class ShardedLookup:
         return self._lookup_bags.table_rows(self._looked_up_ids(ids)) if is_here else None
 
     def sort(self, ids: LocalIds) -> SortedBatch:
-        """Sort the ids for the updates."""
         sorted_requests = [
             SortedRequest(
                 requested.exchange.sort(of_batch, slots),
@@ -347,7 +347,7 @@ class ShardedLookup:
         requested, own = self._requested[number], ids.requested[number].pooled
         if requested.pooled is None or own is None:
             return gradients.rows[requested.table][:-1]
-        return requested.pooled.sum_by_row(own, self.memory.requested(gradients.vectors, number))
+        return requested.pooled.sums(own, self.memory.requested(gradients.vectors, number))
 
     def _send_vectors_back(self, gradients: Tensor) -> Tensor:
         """Send the gradients of the vectors that were sent to the ranks of this group, [samples of the group, T]."""
@@ -401,11 +401,3 @@ class _ById(torch.autograd.Function):
         sorted_ids = ctx.sums.take_sorted(ctx.ids.local, ctx.ids.keys, ctx.ids.order)
         total = ctx.sums(sorted_ids, torch.cat(gradients)).to(ctx.dtype)
         return total, None, None, *[None] * len(gradients)
-
-
-def _gradient_tables(placement: Placement, gradients: Sequence[Tensor]) -> list[LocalTable]:
-    """Return the gradients of the replicated tables that are not requested, as tables."""
-    return [
-        LocalTable(table.lookups, gradients[number], {})
-        for table, number in zip(placement.replicas, placement.replica_numbers, strict=True)
-    ]

@@ -80,7 +80,9 @@ class ShardedTables:
         if settings.tracks_rows:
             self._touched = track_rows(placement, self._own, device)
             self._touched_replicas = TouchedReplicas(list(map(len, replicas)), device)
-            self.rekeyed = _rekeyed_rows(spec)
+            keyed = spec.dynamic_tables.items()
+            rows = {name: spec.categorical[first].cardinality for name, (first, *_) in keyed}
+            self.rekeyed = RekeyedRows(rows)
         self.rank_tables = RankTables(
             placement=placement,
             widths=[table.shape[1] for table in tables for _ in range(table.num_vectors)],
@@ -102,10 +104,8 @@ class ShardedTables:
         shapes = self.replicated_shapes
         floats = [torch.float32] * len(shapes)
         memories = adjacent(shapes, [shape[1] for shape in shapes], floats, self._ranks.device)
-        return {
-            name: nn.Parameter(memory)
-            for name, memory in zip(self.replicated_names, memories, strict=True)
-        }
+        names = [table.name for table in self._all() if not table.shards]
+        return {name: nn.Parameter(of) for name, of in zip(names, memories, strict=True)}
 
     def _fill(self) -> None:
         """Fill the weights with the seed's, which are no memory's of tables on disk, or a file's."""
@@ -123,7 +123,6 @@ class ShardedTables:
         self.reload()
 
     def _fill_on_disk(self, own: OwnedShard, rows: FileRows) -> None:
-        """Write the weights of a file to a shard on disk."""
         assert self.tier is not None, "it is on disk"
         assert own.tier_index is not None, "it is on disk"
         shape, dtype = own.weight.shape, own.weight.dtype
@@ -149,10 +148,6 @@ class ShardedTables:
         }
 
     @property
-    def replicated_names(self) -> list[str]:
-        return [table.name for table in self._all() if not table.shards]
-
-    @property
     def replicated_shapes(self) -> list[torch.Size]:
         return [table.shape for table in self._all() if not table.shards]
 
@@ -170,7 +165,6 @@ class ShardedTables:
             self.tier.write_back()
 
     def shards(self) -> Iterator[TableShard]:
-        """Yield the shards of tables that this rank holds."""
         self._write_back()
         for shard in self._own:
             if len(shard.weight):
@@ -384,9 +378,3 @@ def _expansions(
 def _tensors(state: Mapping[str, object]) -> Iterator[Tensor]:
     """Yield the tensors with a row per row of the table of an optimizer's state."""
     return (value for value in state.values() if isinstance(value, Tensor) and value.dim())
-
-
-def _rekeyed_rows(spec: FeatureSpec) -> RekeyedRows:
-    """Return the tables for raw keys, of which no row has got another key."""
-    tables = spec.dynamic_tables.items()
-    return RekeyedRows({name: spec.categorical[first].cardinality for name, (first, *_) in tables})

@@ -45,11 +45,9 @@ class DiskStore(RowStore):
         self._file.fill(rows.numpy(), values)
 
     def num_bytes(self) -> tuple[int, int]:
-        """Return the bytes on the disk; see `TableFile.num_bytes`."""
         return self._file.num_bytes()
 
     def read(self, rows: np.ndarray, staying: Sequence[np.ndarray]) -> bool:
-        """Read rows into host memory; see `HostRows.read`."""
         is_read = self.host_rows.read(rows, staying)
         if is_read and self._device.type == "cuda":
             self._moved.append(rows)

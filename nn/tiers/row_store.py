@@ -76,7 +76,6 @@ class RowStore:
         return rows
 
     def _with_buffer_rows(self, moves: DeviceMoves) -> DeviceMoves:
-        """Return the moves with rows of the host's memory instead of rows."""
         return moves
 
     def save(self, rows: Tensor, slots: Tensor) -> None:
@@ -104,7 +103,6 @@ class RowStore:
 
 
 def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate zeros in host memory; pinned for a GPU."""
     try:
         if device.type == "cuda":
             return pinned_memory(shape, dtype)

@@ -31,7 +31,6 @@ class LaunchedPass:
         self._function = function
 
     def run(self, rows: BatchRows, batch: Batch) -> Tensor:
-        """Run the pass on the rows of a batch."""
         rows.arrive()
         logits = self._function.run(rows.ids, batch)
         rows.ids_are_read()

@@ -49,9 +49,10 @@ class DenseUpdate:
         self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, *, on_gpu: bool
     ) -> None:
         parameters = list(parameters)
-        self.optimizer = build_dense_optimizer(parameters, config)
+        rule = dense_rule(config)
+        self.optimizer = rule.build(parameters, config)
         self.learning_rate = config.lr
-        self.is_in_pass = on_gpu and dense_rule(config).reads_device
+        self.is_in_pass = on_gpu and rule.reads_device
         device = parameters[0].device
         self._device_values = DeviceValues([config.lr], device)
         self._found_inf = torch.zeros((), device=device)
@@ -123,12 +124,9 @@ def _adagrad(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.o
 
 
 def _adam(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    betas = (config.beta1, config.beta2)
-    return torch.optim.Adam(parameters, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-
-
-def _adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
+    # Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
+    kind = torch.optim.AdamW if config.weight_decay else torch.optim.Adam
+    return kind(
         parameters,
         lr=config.lr,
         betas=(config.beta1, config.beta2),
@@ -151,8 +149,6 @@ DENSE_RULES: dict[str, DenseRule] = {
 MOMENTUM_SGD = DenseRule(
     name="sgd with momentum", build=_sgd, states_per_weight=1, reads_device=True
 )
-# Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
-ADAMW = DenseRule(name="adamw", build=_adamw, states_per_weight=2, reads_device=True)
 
 
 def dense_rule(config: OptimizerConfig) -> DenseRule:
@@ -162,8 +158,6 @@ def dense_rule(config: OptimizerConfig) -> DenseRule:
     """
     if config.name == OptimizerName.sgd and config.momentum:
         return MOMENTUM_SGD
-    if config.name == OptimizerName.adam and config.weight_decay:
-        return ADAMW
     return _rule_named(config.name)
 
 
@@ -219,9 +213,3 @@ def check_dense_rule(config: OptimizerConfig) -> None:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def build_dense_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    return dense_rule(config).build(list(parameters), config)

@@ -21,7 +21,6 @@ class LossReadback:
             self._event.record()
 
     def wait(self) -> tuple[float, bool]:
-        """Wait for the numbers of the latest `record`."""
         if self._event is not None:
             self._event.synchronize()
         loss, is_good = self._values.tolist()

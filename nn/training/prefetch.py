@@ -7,7 +7,7 @@ and makes no objects.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from torch import Tensor
 from dataloading.batch import Batch
 from nn.observability.annotations import annotate
 from nn.observability.trace_breakdown import DATA_WAIT
+from nn.ops.stream_waits import stream_for
 from nn.sharding.batch_rows import BatchRows
-from nn.tiers.look_ahead import Ahead, LookAhead
+from nn.tiers.look_ahead import LookAhead
 from nn.training.step_runner import StepRunner
 
 
@@ -38,14 +39,17 @@ class Prefetcher:
         loading: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         self._batches = (
-            LookAhead(batches, runner, device) if runner.tables.has_disk_tables else _alone(batches)
+            LookAhead(batches, runner, device)
+            if runner.tables.has_disk_tables
+            else zip(batches, repeat(None), strict=False)
         )
         self._runner = runner
         self._device = device
         self._loading = loading
         # The next step waits for the kernels that map ids to slots; beside this step's they are served first.
         priority = 0 if runner.tables.tier is None else -1
-        self._stream = _side_stream(device, priority) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._stream = stream_for("prefetch", device, priority) if on_gpu else None
         self._buffers: _Buffers | None = None
         self._next: tuple[Batch, BatchRows] | None = None
         self._is_started = False
@@ -61,7 +65,7 @@ class Prefetcher:
             raise RuntimeError(
                 "start_next() was called twice, which would lose a batch; take the waiting batch with next() first"
             )
-        with self._on_stream():
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             # On the stream that copies: the loader reuses a batch's memory when this stream has reached this point.
             start = time.perf_counter()
             with annotate(DATA_WAIT), self._loading():
@@ -103,15 +107,6 @@ class Prefetcher:
             self._buffers = _Buffers(batch.memory, self._device)
         return self._buffers.copied(batch)
 
-    def _on_stream(self) -> AbstractContextManager:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-def _alone(batches: Iterator[Batch]) -> Iterator[Ahead]:
-    """Yield batches without what they need from disk."""
-    for batch in batches:
-        yield batch, None
-
 
 class _Buffers:
     """Two blocks of memory of the device, which batches of the same size take in turns.
@@ -149,9 +144,3 @@ class _Buffers:
     def previous_is_used(self) -> None:
         """Note that all uses of the batch before the one that is taken now are queued on the current stream."""
         self._is_used.record()
-
-
-@cache
-def _side_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """Return the stream of all prefetchers of a process: the allocator keeps freed memory for the stream that used it."""
-    return torch.cuda.Stream(device, priority=priority)

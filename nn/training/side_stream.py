@@ -1,16 +1,17 @@
 """The tables' CUDA stream beside the main one; on a CPU the same calls run one after the other."""
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 
 import torch
+
+from nn.ops.stream_waits import stream_for
 
 
 class SideStream:
     """Stream of lookups, sorts, exchanges and updates of tables."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = _tables_stream(device) if device.type == "cuda" else None
+        self._stream = stream_for("tables", device) if device.type == "cuda" else None
 
     def wait_for_main(self) -> None:
         """Let the tables' stream wait for what the current stream has queued so far."""
@@ -37,9 +38,3 @@ class SideStream:
         """Let the current stream wait for all that the tables' stream has queued."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-
-
-@cache
-def _tables_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all passes: torch has 32 streams and then reuses the first, the prefetcher's among them."""
-    return torch.cuda.Stream(device)

@@ -61,7 +61,6 @@ class StepBuilder:
         return self._unusual[2]
 
     def exchanged(self, size: int, capacity: Capacity, ids: Tensor) -> BatchRows:
-        """Send the ids of a full batch to their tables."""
         parts = self._parts(size, capacity)
         if size not in self.captured_sizes:
             return BatchRows(*parts.lookup.send_ids(ids))

@@ -24,8 +24,8 @@ from nn.training.step_builder import StepBuilder
 class StepRunner:
     """Exchange of ids, and passes over batches; all ranks must call the methods alike.
 
-    `builder` makes what batches of a size need; `request_capacity` is for the distinct rows of a batch, and for the events of its parts. `num_launched` are
-    trained batches whose pass was no CUDA graph.
+    `builder` makes what batches of a size need; `request_capacity` is for the distinct rows of a batch, and for the events of
+    its parts. `num_launched` are trained batches whose pass was no CUDA graph.
     """
 
     def __init__(

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from nn.distributed.process_group import Ranks
 from nn.metrics.ranking import TRAIN_AUC_ROWS
@@ -45,11 +44,6 @@ class TrainRecords:
         self._state.loss_steps += 1
         if rows_to_record < TRAIN_AUC_ROWS:
             self.rows.update(trained.logits, trained.batch)
-
-    def take_rows(self, rows: Mapping[str, Tensor]) -> None:
-        """Take logits, labels and weights of all ranks since the latest record from a checkpoint; on one rank."""
-        if rows:
-            self.rows.restore(rows)
 
     def start(
         self, head: Mapping[str, Any], prefetcher: Prefetcher, last: Mapping[str, Any]

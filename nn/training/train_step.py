@@ -1,7 +1,7 @@
 """A training step: a pass over a batch, the check of its loss, and the updates. It knows no epochs, files or terminals."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -75,7 +75,7 @@ def capture_blocker(config: Config, ranks: Ranks) -> str | None:
     return None if config.train.capture else "train.capture=false"
 
 
-def _autocast(amp: Amp, device_type: str) -> AbstractContextManager:
+def autocast(amp: Amp, device_type: str) -> AbstractContextManager:
     dtype = AMP_DTYPES.get(amp)
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype)
 
@@ -111,7 +111,10 @@ class TrainStep:
         ranks: Ranks,
         key_maps: "KeyMaps | None" = None,
     ) -> None:
-        self.tables = tables
+        self.tables, self.table_names = tables, tables.names
+        self.initial_rows: Mapping[str, InitialRows] = {
+            f"tables.{name}": of for name, of in tables.initial_rows().items()
+        }
         self.key_maps = key_maps
         self.dense = dense
         self.tasks = tasks
@@ -146,7 +149,7 @@ class TrainStep:
             gradients=self._gradients,
             readback=self._readback,
             ranks=ranks,
-            autocast=partial(_autocast, config.train.amp, ranks.device.type),
+            autocast=partial(autocast, config.train.amp, ranks.device.type),
             loss_scale=loss_scale(config),
             update_tables=Component.tables not in self.frozen,
             dense_update=self._dense_update if self._updates_dense_in_pass else None,
@@ -218,15 +221,6 @@ class TrainStep:
         """Release the CUDA graphs with their memory, and the files of tables on disk."""
         self.runner.builder.close()
         self.tables.close()
-
-    @property
-    def table_names(self) -> list[str]:
-        return self.tables.names
-
-    @property
-    def initial_rows(self) -> dict[str, InitialRows]:
-        """Return the initial weights of tables on disk, of which the state has the changes, by name."""
-        return {f"tables.{name}": of for name, of in self.tables.initial_rows().items()}
 
     def state_dict(self, *, with_optimizer: bool = True) -> State:
         """Return this rank's shards of weights and optimizer state, without copying them.

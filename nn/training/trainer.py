@@ -5,8 +5,7 @@ import signal
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from configs.schema import Config
@@ -17,11 +16,11 @@ from nn.checkpoint.manager import CheckpointManager, Pause
 from nn.distributed.errors import DivergedError, RankError, StoppedError
 from nn.distributed.preemption import PreemptionSync, StopRequest
 from nn.distributed.process_group import Ranks
-from nn.models.metric import AUC
-from nn.models.tasks import auc_key, best_metric
+from nn.models.metric import AUC, best_of
+from nn.models.tasks import auc_key, metrics_of
 from nn.observability.annotations import annotate
 from nn.observability.progress import Progress
-from nn.observability.records import PROBLEM
+from nn.observability.records import PROBLEM, TEST, TRAIN
 from nn.observability.run_directory import (
     ALL_STEPS_DONE,
     ENDED_BY_CALLER,
@@ -57,9 +56,9 @@ class RunOutput:
 
     recorder: RunDirectory
     progress: Progress
-    saving: Saving | None = None
-    observers: Observers = field(default_factory=Observers)
-    stream_rows: StreamRows | None = None  # of training rows that grow
+    saving: Saving | None
+    observers: Observers
+    stream_rows: StreamRows | None  # of training rows that grow
 
 
 class Trainer:
@@ -83,15 +82,15 @@ class Trainer:
         self._train_loader = train_loader
         self.evaluator = evaluator
         self._config = config
-        self._ranks = ranks
-        self._recorder = output.recorder
+        self._ranks, self.rank = ranks, ranks.rank
+        self._recorder, self.run_dir = output.recorder, output.recorder.run_dir
         self.progress = output.progress
         self.observers = output.observers
         self.saving = saving = output.saving
         self._stream_rows = output.stream_rows
-        self.state = state
+        self.state, self.first_step = state, state.first_step
         self.last_step = state.day.last_step(config, train_loader.steps_per_epoch)
-        self.best_metric = best_metric(step.tasks, config.eval.best_metric)
+        self.best_metric = best_of(metrics_of(step.tasks), config.eval.best_metric)
         self.note = state.compare_by(self.best_metric, evaluator.scored)
         if step.key_maps is not None:
             step.key_maps.counts.update(state.key_counts or {})
@@ -121,25 +120,10 @@ class Trainer:
         return self.state.day.position(self.num_steps)
 
     @property
-    def first_step(self) -> int:
-        """Updates behind the model that the run began with."""
-        return self.state.first_step
-
-    @property
     def ends_day(self) -> bool:
-        """Return whether the day ends after the latest step."""
         return self.num_steps >= self.last_step or self._early_stop() is not None
 
-    @property
-    def rank(self) -> int:
-        return self._ranks.rank
-
-    @property
-    def run_dir(self) -> Path:
-        return self._recorder.run_dir
-
     def facts(self) -> dict[str, Any]:
-        """Return the state of the loop as a checkpoint holds it."""
         capacity = self._step.runner.request_capacity.facts()
         self.state.row_capacity = capacity if capacity["shards"] else None
         stream = self._stream_rows
@@ -224,12 +208,8 @@ class Trainer:
                     self.between_steps()
         self.end(prefetcher)
         has_trained_nothing = is_continuation and self.num_steps == start_step and not was_stopped
-        if has_trained_nothing or not is_done:
-            self._evaluate_last()
-
-    def _evaluate_last(self) -> None:
-        """Evaluate the model that a run ends with without a step after the latest evaluation, if there was one."""
-        if self.state.test.get("step") != self.num_steps:
+        is_evaluated = self.state.test.get("step") == self.num_steps
+        if (has_trained_nothing or not is_done) and not is_evaluated:
             self.evaluate()
 
     def start(self) -> Prefetcher:
@@ -311,11 +291,9 @@ class Trainer:
             self.resume_speed()
 
     def pause_speed(self) -> None:
-        """Leave the coming time and steps out of the throughput."""
         self.records.speed.pause()
 
     def resume_speed(self) -> None:
-        """Count time and steps again."""
         self.records.speed.resume()
 
     def end(self, prefetcher: Prefetcher) -> None:
@@ -344,13 +322,11 @@ class Trainer:
 
     @property
     def stopped(self) -> str:
-        """Return why training has ended."""
         is_complete = self.num_steps >= self.last_step
         early_end = ENDED_BY_CALLER if self._stream_rows is None else NO_NEW_ROWS
         return self._early_stop() or (ALL_STEPS_DONE if is_complete else early_end)
 
     def head_of_record(self, step: int) -> dict[str, Any]:
-        """Return the first entries of a record of the model after `step`."""
         return {"step": step, "epoch": self.epoch(step), **self.state.day.label}
 
     def evaluate(self) -> dict[str, Any]:
@@ -364,7 +340,7 @@ class Trainer:
         self.state.take_evaluation(record, self.best_metric)
         self.observers.tell("on_evaluation", self, dict(record), is_final=False)
         problem = self.evaluator.problem
-        self._recorder.write_test(record | ({} if problem is None else {PROBLEM: problem}))
+        self._recorder.write(TEST, record | ({} if problem is None else {PROBLEM: problem}))
         described = described_predictions(self._config, self.evaluator, self.num_steps)
         self._recorder.write_predictions(described)
         self.state.last_record = self.num_steps
@@ -399,7 +375,7 @@ class Trainer:
                 f"the same command with run_dir={self._recorder.run_dir} {start}"
             )
         every = self._config.checkpoint.save_every
-        is_due = every is not None and self._due(every)
+        is_due = every is not None and self.num_steps % every == 0
         if is_waiting and self._saved_step == self.num_steps:
             return
         if is_due or decision.is_time_to_save or self.state.best_step == self.num_steps:
@@ -417,12 +393,9 @@ class Trainer:
         record = self.records.take(waits=waits)
         if record is None:
             return
-        self._recorder.write_train(record)
+        self._recorder.write(TRAIN, record)
         self.progress.show_train(record)
         self.observers.tell("on_record", self, record)
-
-    def _due(self, every: int) -> bool:
-        return self.num_steps % every == 0
 
     def epoch(self, step: int | None = None) -> float:
         """Return the epochs of the day after `step`, by default those so far."""

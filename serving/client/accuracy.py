@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from configs.serving_schema import AccuracyConfig
+from dataloading.dataset.source import read_with_keys
 from nn.metrics.ranking import roc_auc
 from serving.client.connection import Connection
-from serving.client.dataset_requests import read_rows, scores_of
+from serving.client.dataset_requests import scores_of
 from serving.client.target import open_target
 
 SMALLEST = 1e-7
@@ -23,9 +24,7 @@ async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
 
     Raises ValueError: server or dataset cannot be used, a request fails, or the split has no labels.
     """
-    target = await open_target(
-        config.model, config.url, config.token_file, config.data_path, config.split
-    )
+    target = await open_target(config)
     spec = target.source.spec
     spec.require_labels(config.split)
     names = [label.name for label in spec.labels]
@@ -44,7 +43,7 @@ async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
     async def send(connection: Connection) -> None:
         for first in ranges:
             last = min(first + config.batch_size, size)
-            columns = read_rows(target.source, config.split, first, last)
+            columns = read_with_keys(target.source, config.split, np.array([[first, last]]))
             request = target.encoder.encode(columns)
             started = time.perf_counter()
             reply = await connection.call(target.path, request.body, request.header_length)
@@ -62,7 +61,7 @@ async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
             connection.close()
     seconds = time.perf_counter() - started
     ms = np.array(latencies) * 1e3
-    p90, p95, p99 = (float(value) for value in np.quantile(ms, [0.9, 0.95, 0.99]))
+    quantiles = np.quantile(ms, [0.9, 0.95, 0.99]).tolist()
     return {
         "split": config.split,
         "rows": size,
@@ -75,9 +74,7 @@ async def evaluate(config: AccuracyConfig) -> dict[str, Any]:
         "concurrency": config.concurrency,
         "rows_per_s": size / seconds,
         "mean_ms": float(ms.mean()),
-        "p90_ms": p90,
-        "p95_ms": p95,
-        "p99_ms": p99,
+        **dict(zip(("p90_ms", "p95_ms", "p99_ms"), quantiles, strict=True)),
     }
 
 
@@ -93,7 +90,6 @@ def _accuracy(labels: np.ndarray, scores: np.ndarray, *, is_binary: bool) -> dic
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """Return the lines that the command prints."""
     head = [f"split      {found['split']}, {found['rows']:,} rows"]
     for name, values in found["outputs"].items():
         numbers = ", ".join(f"{key.replace('_', ' ')} {value:.6f}" for key, value in values.items())

@@ -9,7 +9,7 @@ import numpy as np
 
 from dataloading.dataset.documents import decode_json
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.dataset.source import Columns, Source, read_with_keys
+from dataloading.dataset.source import Columns
 from serving.client.connection import Reply, ServerError
 from serving.manifest import IDS, NUMERICAL, PADDING
 
@@ -129,8 +129,3 @@ def scores_of(reply: Reply, num_rows: int) -> dict[str, np.ndarray]:
     except (ValueError, LookupError, TypeError) as error:
         raise ServerError(f"the response is malformed: {error}") from None
     return scores
-
-
-def read_rows(source: Source, split: str, first: int, last: int) -> Columns:
-    """Return the rows `first` to `last` - 1 of a split."""
-    return read_with_keys(source, split, np.array([[first, last]]))

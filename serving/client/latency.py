@@ -1,17 +1,20 @@
 """Loads of all sizes on a server, one after another, with real rows of a dataset."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from configs.serving_schema import LatencyConfig
-from serving.client.connection import Address, Connection, ServerError
-from serving.client.dataset_requests import EncodedRequest, read_rows
+from dataloading.dataset.source import read_with_keys
+from serving.client.connection import ServerError
+from serving.client.dataset_requests import EncodedRequest
 from serving.client.load import Body, closed_load, open_load
 from serving.client.results import HEAD, LoadResult, line
-from serving.client.server_time import server_time
-from serving.client.shared_memory import EXTENSION, SharedInputs
+from serving.client.server_time import per_request, server_time
+from serving.client.shared_memory import EXTENSION, shared_bodies
 from serving.client.target import Target, open_target
 
 MOST_REQUESTS = 64
@@ -24,9 +27,7 @@ async def measure(config: LatencyConfig, say: Callable[[str], None]) -> list[Loa
 
     Raises ValueError: server or dataset cannot be used, or a load has no answer.
     """
-    target = await open_target(
-        config.model, config.url, config.token_file, config.data_path, config.split
-    )
+    target = await open_target(config)
     if config.shared_memory and EXTENSION not in target.extensions:
         raise ValueError(
             f"shared_memory=true: {config.url} has no extension {EXTENSION}; leave it out"
@@ -38,7 +39,9 @@ async def measure(config: LatencyConfig, say: Callable[[str], None]) -> list[Loa
     loads += [(None, rate) for rate in config.rates]
     for batch in config.batch_sizes:
         requests = some_requests(target, config.split, batch)
-        async with _bodies(target.address, requests, shared=config.shared_memory) as bodies:
+        plain = [Body(request.body, request.header_length) for request in requests]
+        shared = shared_bodies(target.address, requests)
+        async with shared if config.shared_memory else nullcontext(plain) as bodies:
             for concurrency, rate in loads:
                 send: Any = closed_load if rate is None else open_load
                 load = partial(send, target.address, target.path, bodies, rate or concurrency)
@@ -49,7 +52,7 @@ async def measure(config: LatencyConfig, say: Callable[[str], None]) -> list[Loa
                 after = await server_time(metrics, model, target.address.token)
                 if not measured.latencies:
                     raise ServerError(f"batch {batch:,}: no request was answered: {measured.error}")
-                own = None if after is None else after.per_request(before)
+                own = per_request(before, after)
                 result = LoadResult.of(measured, batch, concurrency, rate, own)
                 results.append(result)
                 say(line(result))
@@ -64,29 +67,12 @@ def some_requests(target: Target, split: str, batch: int) -> list[EncodedRequest
     requests: list[EncodedRequest] = []
     used = 0
     for index in range(MOST_REQUESTS):
-        first = index * batch
-        if requests and (first + batch > available or used > MOST_BYTES):
+        first, last = index * batch, (index + 1) * batch
+        if requests and (last > available or used > MOST_BYTES):
             break
-        rows = read_rows(target.source, split, first, min(first + batch, available))
-        requests.append(target.encoder.encode(rows))
+        rows = np.array([[first, min(last, available)]])
+        requests.append(target.encoder.encode(read_with_keys(target.source, split, rows)))
         used += len(requests[-1].body)
     if requests[0].num_rows < batch:
         raise ValueError(f"batch_sizes: {batch:,} rows, and split {split} has {available:,}")
     return requests
-
-
-@asynccontextmanager
-async def _bodies(
-    address: Address, requests: list[EncodedRequest], *, shared: bool
-) -> AsyncIterator[list[Body]]:
-    if not shared:
-        yield [Body(request.body, request.header_length) for request in requests]
-        return
-    connection = Connection(address)
-    inputs = SharedInputs(requests)
-    try:
-        await inputs.register(connection)
-        yield inputs.bodies
-    finally:
-        await inputs.close(connection)
-        connection.close()

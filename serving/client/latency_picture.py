@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,6 @@ FEWEST_OF_P99 = 1000
 """Requests of which a hundredth tells the 99th percentile; of fewer ones the point is hollow."""
 MARGIN, ABOVE = 1.12, 1.3
 """Of an axis around its values, and above them, as a factor."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    results: Sequence[LoadResult]
-    over: str  # attribute of the x axis
-    line: str  # attribute that a line has in common
 
 
 NAMES = {
@@ -36,36 +28,33 @@ def draw(results: Sequence[LoadResult], title: str, facts: str, path: Path) -> N
     """
     from nn.plots.style import picture
 
-    rows = [_row([r for r in results if r.rate is None], "concurrency")]
-    rows.append(_row([r for r in results if r.rate is not None], "rate"))
-    rows = [row for row in rows if row.results]
+    at_a_time = [result for result in results if result.rate is None]
+    at_a_rate = [result for result in results if result.rate is not None]
+    rows = [row for row in ((at_a_time, "concurrency"), (at_a_rate, "rate")) if row[0]]
     counts = sorted(result.requests for result in results)
     facts += f"   ·   {counts[0]:,} to {counts[-1]:,} requests per load"
     with picture(path, 0.9 + 3.7 * len(rows), title, facts) as figure:
         panels = figure.subplots(len(rows), 2, squeeze=False)
-        for row, (latency, speed) in zip(rows, panels, strict=True):
-            _draw_row(row, latency, speed)
+        for (shown, load), (latency, speed) in zip(rows, panels, strict=True):
+            _draw_row(shown, load, latency, speed)
 
 
-def _row(results: Sequence[LoadResult], load: str) -> _Row:
-    """Return a row over the loads if several rates are asked, or one number of rows alone; else over the rows."""
-    loads = {getattr(result, load) for result in results}
-    batches = {result.batch for result in results}
-    if len(loads) > 1 and (load == "rate" or len(batches) == 1):
-        return _Row(results, load, "batch")
-    return _Row(results, "batch", load)
-
-
-def _draw_row(row: _Row, latency: Any, speed: Any) -> None:
+def _draw_row(results: Sequence[LoadResult], load: str, latency: Any, speed: Any) -> None:
+    """Draw over the loads if several rates are asked, or one number of rows alone; else over the rows."""
     from nn.plots.style import legend_above
 
-    lines = list(dict.fromkeys(getattr(result, row.line) for result in row.results))
+    loads = {getattr(result, load) for result in results}
+    batches = {result.batch for result in results}
+    over, common = "batch", load
+    if len(loads) > 1 and (load == "rate" or len(batches) == 1):
+        over, common = load, "batch"
+    lines = list(dict.fromkeys(getattr(result, common) for result in results))
     for number, value in enumerate(lines):
         color = COLORS[number % len(COLORS)]
-        found = [result for result in row.results if getattr(result, row.line) == value]
-        found.sort(key=lambda result: getattr(result, row.over))
-        xs = [getattr(result, row.over) for result in found]
-        label = f"{value:,g} {NAMES[row.line]}"
+        found = [result for result in results if getattr(result, common) == value]
+        found.sort(key=lambda result: getattr(result, over))
+        xs = [getattr(result, over) for result in found]
+        label = f"{value:,g} {NAMES[common]}"
         if value == 1:
             label = label.replace("s ", " ", 1)  # 1 request at a time
         latency.plot(xs, [r.p99_ms for r in found], color=color, label=label)
@@ -75,11 +64,10 @@ def _draw_row(row: _Row, latency: Any, speed: Any) -> None:
             is_known = result.requests >= FEWEST_OF_P99
             face = color if is_known else "white"
             latency.plot(x, result.p99_ms, "o", color=color, markerfacecolor=face, zorder=4)
-            for axes, shown in (
-                (latency, f"{result.p99_ms:.3g}"),
-                (speed, _number(round(result.rows_per_s))),
+            for axes, height, shown in (
+                (latency, result.p99_ms, f"{result.p99_ms:.3g}"),
+                (speed, result.rows_per_s, _number(round(result.rows_per_s))),
             ):
-                height = result.p99_ms if axes is latency else result.rows_per_s
                 axes.annotate(
                     shown,
                     (x, height),
@@ -89,17 +77,17 @@ def _draw_row(row: _Row, latency: Any, speed: Any) -> None:
                     size=8.5,
                     color=color,
                 )
-    xs = sorted({getattr(result, row.over) for result in row.results})
-    few = any(result.requests < FEWEST_OF_P99 for result in row.results)
+    xs = sorted({getattr(result, over) for result in results})
+    few = any(result.requests < FEWEST_OF_P99 for result in results)
     hollow = f"; hollow: of fewer than {FEWEST_OF_P99:,} requests" if few else ""
     latency.set(title=f"latency: p99{hollow}; p50 dotted", ylabel="ms")
     speed.set(
-        title="throughput", ylabel="rows/s", ylim=(0, 1.15 * max(r.rows_per_s for r in row.results))
+        title="throughput", ylabel="rows/s", ylim=(0, 1.15 * max(r.rows_per_s for r in results))
     )
     speed.yaxis.set_major_formatter("{x:,.0f}")
-    _set_log(latency.yaxis, [v for r in row.results for v in (r.p50_ms, r.p99_ms)])
+    _set_log(latency.yaxis, [v for r in results for v in (r.p50_ms, r.p99_ms)])
     for axes in (latency, speed):
-        axes.set_xlabel(NAMES[row.over])
+        axes.set_xlabel(NAMES[over])
         _set_log(axes.xaxis, xs, at=xs)
     legend_above(latency, columns=3)
 

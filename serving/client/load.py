@@ -7,37 +7,36 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from serving.client.connection import Address, Connection, Reply, ServerError
+from serving.client.connection import Address, Connection, ServerError
 
 MOST_CONNECTIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request that is sent as it is."""
-
     content: bytes
     header_length: int | None  # bytes of JSON before binary tensors; None if there are none
 
 
 @dataclass(slots=True)
 class Measured:
-    """Requests of a load."""
-
     latencies: list[float] = field(default_factory=list)  # seconds of each answered request
     failed: int = 0
     error: str | None = None
     seconds: float = 0.0
     client_seconds: float = 0.0  # of CPU that this process took
 
-    def add(self, reply: Reply | ServerError, seconds: float) -> None:
-        if isinstance(reply, Reply) and reply.status == 200:
-            self.latencies.append(seconds)
+    async def send(self, connection: Connection, path: str, body: Body, due: float) -> None:
+        try:
+            reply = await connection.call(path, body.content, body.header_length)
+            error = None if reply.status == 200 else f"{reply.status}, {reply.message}"
+        except ServerError as failure:
+            error = str(failure)
+        if error is None:
+            self.latencies.append(time.perf_counter() - due)
             return
         self.failed += 1
-        if self.error is None:
-            message = f"{reply.status}, {reply.message}" if isinstance(reply, Reply) else str(reply)
-            self.error = message
+        self.error = self.error or error
 
 
 async def closed_load(
@@ -50,8 +49,7 @@ async def closed_load(
 
     async def send(connection: Connection) -> None:
         while (started := time.perf_counter()) < end:
-            reply = await _reply(connection, path, next(order))
-            measured.add(reply, time.perf_counter() - started)
+            await measured.send(connection, path, next(order), started)
 
     with _timed(measured, connections):
         await asyncio.gather(*map(send, connections))
@@ -74,8 +72,7 @@ async def open_load(
 
     async def send(due: float, body: Body) -> None:
         connection = await free.get()
-        reply = await _reply(connection, path, body)
-        measured.add(reply, time.perf_counter() - due)
+        await measured.send(connection, path, body, due)
         free.put_nowait(connection)
 
     with _timed(measured, connections):
@@ -91,7 +88,6 @@ async def open_load(
 
 @contextmanager
 def _timed(measured: Measured, connections: Sequence[Connection]) -> Iterator[None]:
-    """Time the block, and close its connections."""
     started, cpu = time.perf_counter(), time.process_time()
     try:
         yield
@@ -100,10 +96,3 @@ def _timed(measured: Measured, connections: Sequence[Connection]) -> Iterator[No
         measured.client_seconds = time.process_time() - cpu
         for connection in connections:
             connection.close()
-
-
-async def _reply(connection: Connection, path: str, body: Body) -> Reply | ServerError:
-    try:
-        return await connection.call(path, body.content, body.header_length)
-    except ServerError as error:
-        return error

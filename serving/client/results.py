@@ -11,8 +11,6 @@ import numpy as np
 from dataloading.dataset.durable_files import replace_bytes
 from serving.client.load import Measured
 
-QUANTILES = (0.5, 0.9, 0.95, 0.99)
-
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
@@ -41,7 +39,9 @@ class LoadResult:
     ) -> "LoadResult":
         latencies = np.array(measured.latencies) * 1e3
         count = len(latencies)
-        p50, p90, p95, p99 = (float(value) for value in np.quantile(latencies, QUANTILES))
+        p50, p90, p95, p99 = (
+            float(value) for value in np.quantile(latencies, [0.5, 0.9, 0.95, 0.99])
+        )
         return cls(
             batch,
             concurrency,
@@ -70,7 +70,6 @@ HEAD = (
 
 
 def line(result: LoadResult) -> str:
-    """Return the line of a result below `HEAD`."""
     server = "-" if result.server_ms is None else f"{result.server_ms:.2f}"
     return (
         f"{result.batch:7,}  {result.load:<14} {result.requests:9,} {result.failed:6,} {result.rows_per_s:11,.0f} "
@@ -83,6 +82,5 @@ def write_csv(results: Sequence[LoadResult], path: Path) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, [field.name for field in fields(LoadResult)])
     writer.writeheader()
-    for result in results:
-        writer.writerow(asdict(result))
+    writer.writerows(map(asdict, results))
     replace_bytes(path, text.getvalue().encode())

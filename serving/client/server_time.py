@@ -1,7 +1,7 @@
 """Time that a server itself takes per request, from its Prometheus metrics: the embedded server's, or Triton's."""
 
 import re
-from dataclasses import dataclass
+from contextlib import closing
 
 from serving.client.connection import Address, Connection, ServerError
 
@@ -10,35 +10,29 @@ TRITON = ("nv_inference_request_duration_us", "nv_inference_request_success", 1e
 SAMPLE = re.compile(r"^(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class ServerTime:
-    """Sums since the server's start."""
-
-    ms: float
-    count: float
-
-    def per_request(self, before: "ServerTime | None") -> float | None:
-        """Return the milliseconds of a request since `before`; None if there was none."""
-        if before is None or self.count <= before.count:
-            return None
-        return (self.ms - before.ms) / (self.count - before.count)
+Sums = tuple[float, float]
+"""Milliseconds of all requests since a server's start, and their number."""
 
 
-async def server_time(url: str, model: str, token: str | None) -> ServerTime | None:
-    """Return the time of a server; None if it has no such metrics, or cannot be reached."""
-    address = Address.of(url, token)
-    connection = Connection(address)
+async def server_time(url: str, model: str, token: str | None) -> Sums | None:
+    """Return the sums of a server; None if it has no such metrics, or cannot be reached."""
     try:
-        reply = await connection.call("")
+        with closing(Connection(Address.of(url, token))) as connection:
+            reply = await connection.call("")
     except ServerError:
         return None
-    finally:
-        connection.close()
     found: dict[str, float] = {}
     for name, labels, value in SAMPLE.findall(reply.body.decode("utf-8", "replace")):
         if "model=" not in labels or f'model="{model}"' in labels:
             found[name] = found.get(name, 0.0) + float(value)
     for total, count, factor in (EMBEDDED, TRITON):
         if total in found and count in found:
-            return ServerTime(found[total] * factor, found[count])
+            return found[total] * factor, found[count]
     return None
+
+
+def per_request(before: Sums | None, after: Sums | None) -> float | None:
+    """Return the milliseconds of a request between two sums; None if there was none."""
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])

@@ -2,12 +2,13 @@
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 
-from serving.client.connection import Connection, ServerError
+from serving.client.connection import Address, Connection, ServerError
 from serving.client.dataset_requests import EncodedRequest
 from serving.client.load import Body
 
@@ -15,48 +16,52 @@ PATH = "/v2/systemsharedmemory/region"
 EXTENSION = "system_shared_memory"
 
 
-class SharedInputs:
-    """A region of shared memory with the inputs of requests."""
+@asynccontextmanager
+async def shared_bodies(
+    address: Address, requests: Sequence[EncodedRequest]
+) -> AsyncIterator[list[Body]]:
+    """Yield requests whose inputs are in a region of shared memory that the server knows.
 
-    def __init__(self, requests: Sequence[EncodedRequest]) -> None:
-        self._name = f"serving-{secrets.token_hex(8)}"
-        size = sum(array.nbytes for request in requests for array in request.inputs.values())
-        self._memory = SharedMemory(self._name, create=True, size=max(size, 1))
-        self._size, offset, self.bodies = size, 0, []
+    Raises ServerError: it has no such extension, or runs on another machine.
+    """
+    region = f"serving-{secrets.token_hex(8)}"
+    size = sum(array.nbytes for request in requests for array in request.inputs.values())
+    memory = SharedMemory(region, create=True, size=max(size, 1))
+    connection = Connection(address)
+    try:
+        bodies, offset = [], 0
         for request in requests:
             entries = []
             for name, array in request.inputs.items():
-                target = np.ndarray(array.shape, array.dtype, self._memory.buf, offset)
+                target = np.ndarray(array.shape, array.dtype, memory.buf, offset)
                 target[...] = array
-                entries.append(self._entry(name, array, offset))
+                entries.append(_entry(name, array, region, offset))
                 offset += array.nbytes
             document = {"inputs": entries, "parameters": {"binary_data_output": True}}
             content = json.dumps(document).encode()
-            self.bodies.append(Body(content, len(content)))
-
-    def _entry(self, name: str, array: np.ndarray, offset: int) -> Mapping[str, object]:
-        datatype = {"f4": "FP32", "i4": "INT32", "i8": "INT64"}[array.dtype.str[1:]]
-        parameters = {
-            "shared_memory_region": self._name,
-            "shared_memory_byte_size": array.nbytes,
-            "shared_memory_offset": offset,
-        }
-        shape = list(array.shape)
-        return {"name": name, "datatype": datatype, "shape": shape, "parameters": parameters}
-
-    async def register(self, connection: Connection) -> None:
-        """Tell the server about the region. Raises ServerError: it has no such extension, or runs on another machine."""
-        document = {"key": f"/{self._name}", "offset": 0, "byte_size": self._size}
-        path = f"{PATH}/{self._name}/register"
-        reply = await connection.call(path, json.dumps(document).encode())
+            bodies.append(Body(content, len(content)))
+        described = {"key": f"/{region}", "offset": 0, "byte_size": size}
+        reply = await connection.call(f"{PATH}/{region}/register", json.dumps(described).encode())
         if reply.status != 200:
             raise ServerError(
                 f"shared_memory=true: the server answers {reply.status}, {reply.message}"
             )
-
-    async def close(self, connection: Connection) -> None:
+        yield bodies
+    finally:
         try:
-            await connection.call(f"{PATH}/{self._name}/unregister", b"")
+            await connection.call(f"{PATH}/{region}/unregister", b"")
         finally:
-            self._memory.close()
-            self._memory.unlink()
+            memory.close()
+            memory.unlink()
+            connection.close()
+
+
+def _entry(name: str, array: np.ndarray, region: str, offset: int) -> Mapping[str, object]:
+    datatype = {"f4": "FP32", "i4": "INT32", "i8": "INT64"}[array.dtype.str[1:]]
+    parameters = {
+        "shared_memory_region": region,
+        "shared_memory_byte_size": array.nbytes,
+        "shared_memory_offset": offset,
+    }
+    shape = list(array.shape)
+    return {"name": name, "datatype": datatype, "shape": shape, "parameters": parameters}

@@ -5,7 +5,6 @@ integers with a scale of their own. So the files of the tables are those of an e
 Tables that have grown on a later day get its rows, and the model the vocabularies of that day.
 """
 
-import io
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 
 from configs.messages import shown
-from dataloading.dataset.documents import read_regular
 from dataloading.dataset.durable_files import new_output, write_synced
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import AVERAGE
@@ -26,12 +24,13 @@ from nn.deltas.chain import open_chain
 from nn.deltas.delta import CHAIN, Delta, chain_of
 from nn.deltas.scaled_rows import quantize
 from nn.deltas.table_rows import ChangedRows, check_key_rows, converted, dequantized
+from serving.exporting.dense import save_program
 from serving.exporting.from_rows import PREFIX
 from serving.exporting.proof import BATCH_ROWS, DIVERGED, LIMITS, Proof, compared
 from serving.exporting.proof_rows import read_proof_rows
 from serving.exporting.raw_values import VOCABULARY, write_raw_values
 from serving.exporting.unrounded import UnroundedTable, unrounded_tables
-from serving.inference.dense import check_archive, load_dense
+from serving.inference.dense import load_dense, load_program
 from serving.inference.key_rows import KeyRows, write_key_rows
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
@@ -159,9 +158,7 @@ def _apply(
     table = exact.declared
     change = delta.tables.get(table.name)
     if change is None or change.rows < rows or change.columns != table.columns:
-        got = (
-            "no such table" if change is None else f"{change.rows:,} rows, {change.columns} columns"
-        )
+        got = f"{change.rows:,} rows, {change.columns} columns" if change else "no such table"
         raise ValueError(
             f"deltas: {delta.path}: table {table.name} of the model has {rows:,} rows, {table.columns} columns, and the delta "
             f"{got}; name deltas of the same model"
@@ -217,12 +214,8 @@ def _apply_keys(
     files = {}
     for file in dict.fromkeys(manifest.keys.values()):
         table = unquote(Path(file.name).stem)
-        [*_, num_rows] = (
-            feature.cardinality
-            for feature in manifest.categorical
-            if manifest.keys.get(feature.name) == file
-        )
-        check_key_rows(table, num_rows, chain)
+        sizes = [f.cardinality for f in manifest.categorical if manifest.keys.get(f.name) == file]
+        check_key_rows(table, sizes[-1], chain)
         num_rows = chain[-1].keys[table].rows
         keys = KeyRows(base / file.name, file.count, num_rows).by_row(num_rows)
         for delta in chain:
@@ -250,10 +243,7 @@ def opened_table(
 
 def _write_dense(source: Path, target: Path, delta: Delta, prefix: str) -> None:
     """Write the dense component, whose weights' names have a prefix, with those of a delta: their average, if it has one."""
-    data = read_regular(source)
-    check_archive(data)
-    program = torch.export.load(io.BytesIO(data))
-    stored = delta.dense
+    program, stored = load_program(source), delta.dense
     for name, value in program.state_dict.items():
         name = name.removeprefix(prefix)
         tensor = stored.get(f"{AVERAGE}{name}") or stored.get(f"dense.{name}")
@@ -265,6 +255,4 @@ def _write_dense(source: Path, target: Path, delta: Delta, prefix: str) -> None:
             )
         with torch.no_grad():
             value.copy_(torch.from_numpy(tensor.array()))
-    program.example_inputs = None
-    program._guards_code = []
-    torch.export.save(program, target)
+    save_program(program, target)

@@ -45,19 +45,19 @@ def export_dense(directory: Path, dense: nn.Module, num_numerical: int, columns:
 
     Raises ValueError: torch.export cannot trace the model.
     """
-    try:
-        with torch.no_grad(), _quiet():
-            program = _program(dense, _example(dense, num_numerical, columns))
-            # They would be a pickle in the archive, which nothing needs.
-            program.example_inputs = None
-            # A comparison of the numbers of rows, as code; the server makes both inputs.
-            program._guards_code = []
-            torch.export.save(program, directory / DENSE)
-    except Exception as error:
-        raise ValueError(
-            f"torch.export cannot export the dense component: {first_line(error)}; its forward must be "
-            "plain tensor operations of a dynamic number of rows"
-        ) from error
+    remedy = "its forward must be plain tensor operations of a dynamic number of rows"
+    with _tracing("torch.export cannot export the dense component", remedy):
+        program = _program(dense, _example(dense, num_numerical, columns))
+        save_program(program, directory / DENSE)
+
+
+def save_program(program: torch.export.ExportedProgram, path: Path) -> None:
+    """Write a program without what a server would refuse."""
+    # They would be a pickle in the archive, which nothing needs.
+    program.example_inputs = None
+    # A comparison of the numbers of rows, as code; the server makes both inputs.
+    program._guards_code = []
+    torch.export.save(program, path)
 
 
 def export_onnx(directory: Path, dense: nn.Module, num_numerical: int, columns: int) -> None:
@@ -66,23 +66,18 @@ def export_onnx(directory: Path, dense: nn.Module, num_numerical: int, columns: 
     Raises ValueError: an operation has no form in ONNX.
     """
     example = _example(dense, num_numerical, columns)
-    try:
-        with torch.no_grad(), _quiet():
-            torch.onnx.export(
-                dense,
-                example,
-                str(directory / ONNX),
-                input_names=["numerical", "embeddings"],
-                output_names=["logits"],
-                dynamic_shapes=_shapes(example),
-                dynamo=True,
-                external_data=False,
-                verbose=False,
-            )
-    except Exception as error:
-        raise ValueError(
-            f"onnx=true: the dense component cannot be exported: {first_line(error)}; leave onnx out"
-        ) from error
+    with _tracing("onnx=true: the dense component cannot be exported", "leave onnx out"):
+        torch.onnx.export(
+            dense,
+            example,
+            str(directory / ONNX),
+            input_names=["numerical", "embeddings"],
+            output_names=["logits"],
+            dynamic_shapes=_shapes(example),
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
 
 
 def load_onnx(directory: Path) -> Forward:
@@ -118,21 +113,14 @@ def export_aoti(
     Raises ValueError: the compiler is missing or fails.
     """
     example = _example(dense, num_numerical, columns)
-    try:
-        with torch.no_grad(), _quiet():
-            # Traced on the CPU: on a GPU the layers would call kernels of their own, which cannot be traced.
-            # With its index, as tensors have it: the compiler compares them.
-            target = "cuda:0" if device is Device.cuda else "cpu"
-            program = move_to_device_pass(_program(deepcopy(dense), example), target)
-            program.example_inputs = (tuple(tensor.to(target) for tensor in example), {})
-            torch._inductor.aoti_compile_and_package(program, package_path=str(directory / AOTI))
-    except OSError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"aoti={device.value}: the dense component cannot be compiled: {first_line(error)}; AOTInductor "
-            "needs a C++ compiler (g++), or leave aoti out"
-        ) from error
+    remedy = "AOTInductor needs a C++ compiler (g++), or leave aoti out"
+    with _tracing(f"aoti={device.value}: the dense component cannot be compiled", remedy):
+        # Traced on the CPU: on a GPU the layers would call kernels of their own, which cannot be traced.
+        # With its index, as tensors have it: the compiler compares them.
+        target = "cuda:0" if device is Device.cuda else "cpu"
+        program = move_to_device_pass(_program(deepcopy(dense), example), target)
+        program.example_inputs = (tuple(tensor.to(target) for tensor in example), {})
+        torch._inductor.aoti_compile_and_package(program, package_path=str(directory / AOTI))
 
 
 def load_aoti(directory: Path, device: Device) -> Forward:
@@ -186,13 +174,17 @@ def _shapes(example: tuple[Tensor, ...]) -> tuple[Any, ...]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave out what torch warns and logs about its own internals."""
+def _tracing(problem: str, remedy: str) -> Iterator[None]:
+    """Leave out what torch warns and logs about its own internals, and say on one line that it cannot trace."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{problem}: {first_line(error)}; {remedy}") from error
     finally:
         logging.disable(before)

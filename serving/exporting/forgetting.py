@@ -78,11 +78,8 @@ def forget(values: Values, found: Mapping[str, Sequence[Path]]) -> Iterator[Line
             yield line
     for dataset in datasets:
         if need_ids and dataset.ids:
-            yield (
-                dataset.path,
-                "not changed: what could not be changed needs its ids; call again then",
-                False,
-            )
+            text = "not changed: what could not be changed needs its ids; call again then"
+            yield dataset.path, text, False
             continue
         yield from _tried(dataset.path, partial(_in_dataset, dataset, values))
         yield dataset.path, "the raw files that it was made from were not looked at", True

@@ -83,23 +83,16 @@ def looked_up_rows(
     tables: "Sequence[EmbeddingBagConfig]", batches: Sequence[Batch]
 ) -> dict[str, np.ndarray]:
     """Return the numbers of the rows that batches look up by table, ascending, int64; at least one."""
-    return {
-        table.name: np.unique(
-            np.concatenate(
-                [np.zeros(1, np.int64)]
-                + [
-                    batch.feature(feature).values().numpy().astype(np.int64)
-                    for batch in batches
-                    for feature in table.feature_names
-                ]
-            )
-        )
-        for table in tables
-    }
+    found = {}
+    for table in tables:
+        features = [batch.feature(name) for batch in batches for name in table.feature_names]
+        ids = [feature.values().numpy().astype(np.int64) for feature in features]
+        found[table.name] = np.unique(np.concatenate([np.zeros(1, np.int64), *ids]))
+    return found
 
 
-class TrainingPath:
-    """Plain PyTorch model on the rows of the tables that were looked up."""
+class TrainingPath(RankingModel):
+    """Plain PyTorch model on the rows of the tables that were looked up: ids are replaced by their index among these rows."""
 
     def __init__(
         self,
@@ -111,37 +104,13 @@ class TrainingPath:
         spec: FeatureSpec,
     ) -> None:
         small = [replace(table, num_embeddings=len(numbers[table.name])) for table in tables]
-        self._model = _CompactModel(small, dense, numbers, spec)
-        self._model.load_state_dict(
+        handed_out = [table.name for table in tables if hands_out_rows(table, spec)]
+        super().__init__(small, dense, handed_out=handed_out, sequences=spec.sequences)
+        self.load_state_dict(
             {f"tables.{name}": values for name, values in rows.items()}, strict=False
         )
-        self._tasks = tasks
-
-    def scores(self, batch: Batch) -> Tensor:
-        """Return the predictions of a batch, [B, tasks]."""
-        with torch.no_grad():
-            logits = self._model(batch)
-        check_logits(self._tasks, logits, batch.labels)
-        columns = []
-        for index, task in enumerate(self._tasks):
-            shifted = task.shifted(column_of(logits, index), batch.keep_rates)
-            columns.append(shifted.sigmoid() if task.is_binary else shifted)
-        return torch.stack(columns, dim=1)
-
-
-class _CompactModel(RankingModel):
-    """The model with a few rows of each table: ids are replaced by their index among these rows."""
-
-    def __init__(
-        self,
-        tables: "Sequence[EmbeddingBagConfig]",
-        dense: Model,
-        numbers: dict[str, np.ndarray],
-        spec: FeatureSpec,
-    ) -> None:
-        handed_out = [table.name for table in tables if hands_out_rows(table, spec)]
-        super().__init__(tables, dense, handed_out=handed_out, sequences=spec.sequences)
         self._numbers = {name: torch.from_numpy(rows) for name, rows in numbers.items()}
+        self._tasks = tasks
 
     def _ids_of(self, table: str, feature: str, batch: Batch) -> "JaggedTensor":
         from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -149,6 +118,17 @@ class _CompactModel(RankingModel):
         ids = batch.feature(feature)
         positions = torch.searchsorted(self._numbers[table], ids.values().long())
         return JaggedTensor(positions, lengths=ids.lengths())
+
+    def scores(self, batch: Batch) -> Tensor:
+        """Return the predictions of a batch, [B, tasks]."""
+        with torch.no_grad():
+            logits = self(batch)
+        check_logits(self._tasks, logits, batch.labels)
+        columns = []
+        for index, task in enumerate(self._tasks):
+            shifted = task.shifted(column_of(logits, index), batch.keep_rates)
+            columns.append(shifted.sigmoid() if task.is_binary else shifted)
+        return torch.stack(columns, dim=1)
 
 
 def prove(

@@ -27,14 +27,12 @@ def write_proof_rows(directory: Path, rows: Rows) -> None:
     has_rates = rows.keep_rates is not None
     head = torch.tensor([len(rows), has_rates, *(len(ids.values) for ids in ragged)])
     integers = [head, rows.ids, *(part for ids in ragged for part in (ids.lengths, ids.values))]
+    floats = [rows.numerical, *([] if rows.keep_rates is None else [rows.keep_rates])]
+    floats += [numbers.values for numbers in rows.numbers.values()]
     with (directory / PROOF_ROWS).open("xb") as stream:
-        for tensor in integers:
-            stream.write(tensor.long().contiguous().numpy().astype("<i8", copy=False).data)
-        stream.write(rows.numerical.contiguous().numpy().astype("<f4", copy=False).data)
-        if rows.keep_rates is not None:
-            stream.write(rows.keep_rates.contiguous().numpy().astype("<f4", copy=False).data)
-        for numbers in rows.numbers.values():
-            stream.write(numbers.values.numpy().astype("<f4", copy=False).data)
+        for kind, tensors in (("<i8", integers), ("<f4", floats)):
+            for tensor in tensors:
+                stream.write(tensor.contiguous().numpy().astype(kind, copy=False).data)
 
 
 def read_proof_rows(directory: Path, manifest: Manifest) -> tuple[str, Rows]:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from configs.command_line import project_version
-from configs.messages import require_onnx, shown
+from configs.messages import shown
 from configs.schema import Config
 from configs.serving_schema import Device, ModelExportConfig
-from dataloading.dataset.durable_files import new_output, require_absent, write_synced
+from dataloading.dataset.durable_files import new_output, write_synced
 from dataloading.dataset.source import Source
 from nn.build import open_source, stored_key_maps
 from nn.checkpoint.saved import SavedModel
@@ -55,8 +55,6 @@ from serving.manifest import (
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A checkpoint with what its run was."""
-
     saved: SavedModel
     config: Config
     source: Source
@@ -72,10 +70,6 @@ def export_model(options: ModelExportConfig) -> Manifest:
     """
     assert options.checkpoint is not None, "checked by the options"
     assert options.output is not None, "likewise"
-    output = Path(options.output)
-    require_absent(output)
-    if options.onnx:
-        require_onnx()
     if options.aoti is not None:
         check_aoti(options.aoti)
     trained = open_trained(Path(options.checkpoint).resolve(), options.data_path)
@@ -91,7 +85,7 @@ def export_model(options: ModelExportConfig) -> Manifest:
             f"onnx=true: the dense component takes rows of table {shown(handed_out[0])} itself, and finds their places by an "
             "operation that ONNX lacks (searchsorted); leave onnx out"
         )
-    with new_output(output) as unfinished:
+    with new_output(Path(options.output)) as unfinished:
         return _write(unfinished, trained, options)
 
 
@@ -149,10 +143,8 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
         export_onnx(directory, exported, len(spec.numerical), columns)
     if options.aoti is not None:
         export_aoti(directory, exported, len(spec.numerical), columns, options.aoti)
-    files = {
-        table: write_key_rows(directory, table, keys)
-        for table, keys in (maps.keys_of_rows() if maps is not None else {}).items()
-    }
+    keys_of_rows = {} if maps is None else maps.keys_of_rows()
+    files = {table: write_key_rows(directory, table, keys) for table, keys in keys_of_rows.items()}
     keys = {f.name: files[f.table or f.name] for f in spec.categorical if f.is_dynamic}
     raw = None
     if options.fitted is not None:

@@ -1,18 +1,17 @@
 """Tables of a checkpoint to mapped files, block by block: memory does not depend on the size of a table."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, blocks
+from nn.checkpoint.tensor_index import StoredTensor, TensorIndex
 from nn.deltas.scaled_rows import quantize
+from nn.deltas.table_rows import converted
 from serving.inference.tables import DTYPES, dequantized
 from serving.manifest import SCALED, Table
-
-STORED = {"float32", "float16", "bfloat16"}
 
 
 def write_tables(
@@ -28,19 +27,23 @@ def write_tables(
     shape, or a file of the checkpoint is damaged.
     """
     (directory / "tables").mkdir()
-    written = {
-        table.name: _write(directory, table, _stored(index, table), dtype, wanted[table.name])
-        for table in tables
-    }
-    rows = {name: rows for name, (rows, _) in written.items()}
-    return rows, max((error for _, error in written.values()), default=0.0)
+    rows, largest = {}, 0.0
+    for table in tables:
+        stored, numbers = _stored(index, table), wanted[table.name]
+        rows[table.name], error = _write(directory, table, stored, dtype, numbers)
+        largest = max(largest, error)
+    return rows, largest
 
 
 def _stored(index: TensorIndex, table: Table) -> StoredTensor:
     tensor = index.tensors.get(f"tables.{table.name}.weight")
     if tensor is None:
         raise ValueError(f"the checkpoint has no table {table.name}; it is of another model")
-    if tensor.size != (table.rows, table.columns) or tensor.dtype not in STORED:
+    if tensor.size != (table.rows, table.columns) or tensor.dtype not in (
+        "float32",
+        "float16",
+        "bfloat16",
+    ):
         raise ValueError(
             f"table {table.name} of the checkpoint is {tensor.dtype} {list(tensor.size)}, and the model declares "
             f"{[table.rows, table.columns]}"
@@ -55,7 +58,9 @@ def _write(
     first, error = 0, 0.0
     scale = (directory / table.scale_file).open("xb") if dtype in SCALED else None
     with (directory / table.file).open("xb") as stream:
-        for block in _float_blocks(stored):
+        for numbers in stored.blocks():
+            # Wider than what is stored, so exact.
+            block = torch.from_numpy(converted(numbers, stored.dtype, "float32"))
             begin, end = np.searchsorted(wanted, (first, first + len(block)))
             kept[begin:end] = block[wanted[begin:end] - first]
             if not block.isfinite().all():
@@ -78,12 +83,3 @@ def _write(
     if scale is not None:
         scale.close()
     return kept, error
-
-
-def _float_blocks(stored: StoredTensor) -> Iterator[Tensor]:
-    """Yield the rows of a table as float32; wider than what is stored is exact."""
-    for block in blocks(stored):
-        if stored.dtype == "bfloat16":
-            yield torch.from_numpy(block.view(np.int16)).view(torch.bfloat16).float()
-        else:
-            yield torch.from_numpy(block.astype(np.float32))

@@ -17,9 +17,8 @@ MOST_VECTORS, MOST_COLUMNS = 64, 256
 # F: embeddings, D: columns of a vector, V: vectors that interact, F + 1
 
 
-def fuse_dot_interactions(module: GraphModule, device: torch.device) -> int:
-    """Replace the operations of `nn.layers.dot_interaction` with a bottom vector; return how many there were."""
-    count = 0
+def fuse_dot_interactions(module: GraphModule, device: torch.device) -> None:
+    """Replace the operations of `nn.layers.dot_interaction` with a bottom vector."""
     for node in list(module.graph.nodes):
         found = _match(module, node)
         if found is None:
@@ -30,10 +29,8 @@ def fuse_dot_interactions(module: GraphModule, device: torch.device) -> int:
         with module.graph.inserting_before(node):
             new = module.graph.call_function(fused, (bottom, embeddings))
         node.replace_all_uses_with(new)
-        count += 1
     module.graph.eliminate_dead_code()
     module.recompile()
-    return count
 
 
 def _function(layout: EmbeddingLayout, num_outputs: int) -> Callable[[Tensor, Tensor], Tensor]:

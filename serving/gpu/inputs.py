@@ -1,7 +1,6 @@
 """Inputs of a batch as one block of int32: one copy to the device, at the same address for every batch of a size."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,47 +11,26 @@ from serving.manifest import Manifest
 # P: rows of a padded batch, N: numerical features, H: ids of a row in all features of fixed hotness
 
 
-@dataclass(frozen=True, slots=True)
 class InputLayout:
     """Positions in the block of a padded batch.
 
     They are, one after another: numerical [P, N], ids [P, H], keep rates [P], starts [P + 1] of each ragged feature, counted
-    from the first of the ids of all ragged features, and those.
+    from the first of the ids of all ragged features, and those. P is `num_rows`.
     """
 
-    num_rows: int  # P
-    num_numerical: int  # N
-    num_ids: int  # H
-    has_keep_rates: bool  # whether rows may have one
-    ragged: tuple[str, ...]  # names of the ragged features
-
-    @classmethod
-    def of(cls, manifest: Manifest, num_rows: int) -> "InputLayout":
-        return cls(
-            num_rows,
-            len(manifest.numerical),
-            manifest.id_columns,
-            manifest.keep_rate is not None,
-            tuple(feature.name for feature in manifest.ragged),
-        )
-
-    @property
-    def first_id(self) -> int:
-        return self.num_rows * self.num_numerical
-
-    @property
-    def first_rate(self) -> int:
-        return self.first_id + self.num_rows * self.num_ids
+    def __init__(self, manifest: Manifest, num_rows: int) -> None:
+        self.num_rows, self.num_ids = num_rows, manifest.id_columns
+        self.num_numerical = len(manifest.numerical)
+        self.has_keep_rates = manifest.keep_rate is not None
+        self.ragged = [feature.name for feature in manifest.ragged]
+        self.first_id = num_rows * self.num_numerical
+        self.first_rate = self.first_id + num_rows * self.num_ids
+        self._first_start = self.first_rate + num_rows * self.has_keep_rates
+        # Of the ids of ragged features; also the size of the block without them.
+        self.first_value = self._first_start + len(self.ragged) * (num_rows + 1)
 
     def first_start(self, feature: str) -> int:
-        first = self.first_rate + self.num_rows * self.has_keep_rates
-        return first + self.ragged.index(feature) * (self.num_rows + 1)
-
-    @property
-    def first_value(self) -> int:
-        """Position of the ids of ragged features; also the size of the block without them."""
-        first = self.first_rate + self.num_rows * self.has_keep_rates
-        return first + len(self.ragged) * (self.num_rows + 1)
+        return self._first_start + self.ragged.index(feature) * (self.num_rows + 1)
 
     def numerical(self, block: Tensor) -> Tensor:
         """Return the numerical features, float32 [P, N]."""

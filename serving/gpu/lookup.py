@@ -1,6 +1,7 @@
 """Lookup of the tables of a served model for one size of batch: launches of `nn.ops.triton.served_lookup`."""
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from math import gcd
 
 import torch
@@ -19,16 +20,9 @@ SAMPLES_PER_PROGRAM = (32, 256)
 """Fewest and most."""
 FETCHED_FROM = 4096
 """Samples from which cold rows are fetched in the order of their addresses, behind the others' lookup."""
-ARGUMENTS = (
-    *("hot_offset", "cold_offset", "hot_rows", "scale_offset", "place_offset", "columns"),
-    *("is_mean", "first_id", "id_stride", "num_ids", "first_start", "out_column", "table_rows"),
-)
-"""Of a vector, in the kernel's order."""
 
 
 class ServedLookup:
-    """Lookup of all tables of a model for one size of batch."""
-
     def __init__(
         self, manifest: Manifest, tables: Sequence[DeviceTable], layout: InputLayout
     ) -> None:
@@ -38,15 +32,7 @@ class ServedLookup:
         fetched = [v for v in vectors if are_fetched and v.has_one_cold_row]
         self._cold = ColdRows(fetched, tables, layout.num_rows) if fetched else None
         widths = sorted({triton.next_power_of_2(vector.columns) for vector in vectors})
-        self._classes = [
-            _WidthClass(
-                tables,
-                [v for v in vectors if triton.next_power_of_2(v.columns) == width],
-                fetched,
-                width,
-            )
-            for width in widths
-        ]
+        self._classes = [_WidthClass(tables, vectors, fetched, width) for width in widths]
 
     def __call__(self, block: Tensor, out: Tensor) -> None:
         """Write the embeddings of a block's ids to `out`, [P, T]."""
@@ -57,7 +43,7 @@ class ServedLookup:
 
 
 class _WidthClass:
-    """Vectors of tables whose columns have the same next power of two: one launch."""
+    """Those of `vectors` whose columns have the next power of two `width`: one launch."""
 
     def __init__(
         self,
@@ -66,14 +52,15 @@ class _WidthClass:
         fetched: Sequence[Vector],
         width: int,
     ) -> None:
+        vectors = [v for v in vectors if triton.next_power_of_2(v.columns) == width]
         self._base, self._width = tables[0].hot, width
         self._scales = self._base if tables[0].scale is None else tables[0].scale
         self._has_scales = tables[0].scale is not None
         self._has_cold = any(table.cold is not None for table in tables)
         self._places = all_places(tables)
         self._has_ragged = any(vector.first_start >= 0 for vector in vectors)
-        columns = [[getattr(vector, name) for vector in vectors] for name in ARGUMENTS]
-        columns.append([int(vector in fetched) for vector in vectors])
+        columns = [*zip(*map(astuple, vectors), strict=True)]
+        columns.append(tuple(int(vector in fetched) for vector in vectors))
         self._arguments = [
             torch.tensor(column, dtype=torch.int64, device=self._base.device) for column in columns
         ]

@@ -21,6 +21,7 @@ from serving.inference.dense import load_program
 from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import Rows
 from serving.inference.raw_values import RawValues
+from serving.inference.requests import IdInputs
 from serving.inference.scores import ScoreHead
 from serving.inference.tables import MappedTable
 from serving.manifest import DENSE, Manifest, ModelError
@@ -55,7 +56,7 @@ class GpuModel:
         dtype: torch.dtype,
         keys: Mapping[str, KeyRows],
     ) -> None:
-        self.manifest, self.raw, self.keys = manifest, raw, keys
+        self.manifest, self.raw, self.id_inputs = manifest, raw, IdInputs(manifest, keys)
         self._tables, self._dense, self._dtype = tables, dense, dtype
         self._row_cache = RowCache(tables, manifest.id_slices())
         self.sampled = self._row_cache.sampled
@@ -65,9 +66,6 @@ class GpuModel:
         _models.add(self)
         self._sizes = padded_sizes(max_batch)
         self._scores = self._host((max_batch, len(manifest.outputs)), torch.float32)
-        self._ragged_capacity = 0
-        self._passes: dict[int, _Pass] = {}
-        self._pinned = self._block = torch.empty(0, dtype=torch.int32)
         self._make_room(RAGGED_IDS_PER_ROW * self._sizes[-1] if manifest.ragged else 0)
 
     @classmethod
@@ -94,8 +92,8 @@ class GpuModel:
                 f"{directory} takes rows of table {shown(manifest.handed_out[0][0].name)} itself, such as those of events, which "
                 "only a CPU looks up yet; serve it with device=cpu"
             )
-        raw = RawValues.load(directory, manifest) if manifest.raw else None
         keys = load_key_rows(directory, manifest)
+        raw = RawValues.load(directory, manifest, keys)
         dense = dense_on(load_program(directory / DENSE), device, dense_dtype)
         stored = [MappedTable(directory, table, manifest.dtype) for table in manifest.tables]
         if table_bytes is None:
@@ -120,51 +118,46 @@ class GpuModel:
             return torch.cat([self.scores(block) for block in blocks])
         needed = sum(len(ids.values) for part in parts for ids in part.ragged.values())
         if needed > self._ragged_capacity:
-            self._grow(2 * needed)
+            self._make_room(2 * needed)
         with torch.inference_mode():
             padded = next(size for size in self._sizes if size >= count)
-            found = self._passes[padded]
-            used = found.layout.fill(self._pinned, parts)
+            layout, queue = self._passes[padded]
+            used = layout.fill(self._pinned, parts)
             self._block[:used].copy_(self._pinned[:used], non_blocking=True)
             scores = self._scores[:count]
-            scores.copy_(found.scores()[:count], non_blocking=True)
+            scores.copy_(queue()[:count], non_blocking=True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
             self._row_cache.learn(parts)
             return scores.clone()
 
-    def _grow(self, ragged_ids: int) -> None:
-        """Make room for more ids of ragged features; if memory does not suffice, keep what there is.
+    def _make_room(self, ragged_ids: int) -> None:
+        """Allocate the block of inputs for so many ids of ragged features, and capture the graphs that read it.
 
         Raises OutOfMemoryError: the GPU has too little memory; smaller requests are answered as before.
         """
-        kept = self._ragged_capacity, self._passes, self._pinned, self._block
-        try:
-            self._make_room(ragged_ids)
-        except torch.OutOfMemoryError:
-            self._ragged_capacity, self._passes, self._pinned, self._block = kept
-            raise
-
-    def _make_room(self, ragged_ids: int) -> None:
-        """Allocate the block of inputs, and capture the graphs that read it."""
-        self._ragged_capacity = ragged_ids
-        size = InputLayout.of(self.manifest, self._sizes[-1]).first_value + ragged_ids
-        self._passes = {}
-        self._pinned = self._host((size,), torch.int32).zero_()
-        self._block = torch.zeros(size, dtype=torch.int32, device=self._device)
+        size = InputLayout(self.manifest, self._sizes[-1]).first_value + ragged_ids
+        pinned = self._host((size,), torch.int32)
+        block = torch.zeros(size, dtype=torch.int32, device=self._device)
+        # By padded size: where its inputs lie, and what queues its pass and returns scores [P, O], which the next overwrites.
+        passes: dict[int, tuple[InputLayout, Callable[[], Tensor]]] = {}
         # The largest first: the others find their memory in its pool.
-        first = None
+        first: CudaGraph | None = None
         for padded in reversed(self._sizes):
-            layout = InputLayout.of(self.manifest, padded)
-            look_up = ServedLookup(self.manifest, self._tables, layout)
-            self._passes[padded] = _Pass(
-                layout, self._function(layout, look_up), self._stream, first
-            )
-            first = first or self._passes[padded]
+            layout = InputLayout(self.manifest, padded)
+            queue = self._function(layout, block)
+            if self._stream is not None:
+                with torch.inference_mode():
+                    graph = CudaGraph(queue, stream=self._stream, beside=first)
+                first, queue = first or graph, graph.replay
+            passes[padded] = layout, queue
+        self._ragged_capacity, self._passes = ragged_ids, passes
+        self._pinned, self._block = pinned, block
 
-    def _function(self, layout: InputLayout, look_up: ServedLookup) -> Callable[[], Tensor]:
-        num_columns, dtype, head = self.manifest.num_columns, self._dtype, self._head
-        block, dense = self._block, self._dense
+    def _function(self, layout: InputLayout, block: Tensor) -> Callable[[], Tensor]:
+        look_up = ServedLookup(self.manifest, self._tables, layout)
+        num_columns, dtype = self.manifest.num_columns, self._dtype
+        dense, head = self._dense, self._head
 
         def scores() -> Tensor:
             out = torch.empty(layout.num_rows, num_columns, dtype=dtype, device=block.device)
@@ -175,28 +168,6 @@ class GpuModel:
 
     def _host(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, pin_memory=self._device.type == "cuda")
-
-
-class _Pass:
-    """Scores of a padded batch: a CUDA graph on a GPU."""
-
-    def __init__(
-        self,
-        layout: InputLayout,
-        function: Callable[[], Tensor],
-        stream: torch.cuda.Stream | None,
-        beside: "_Pass | None",
-    ) -> None:
-        self.layout = layout
-        self._function, self._graph = function, None
-        if stream is not None:
-            with torch.inference_mode():
-                shared = None if beside is None else beside._graph
-                self._graph = CudaGraph(function, stream=stream, beside=shared)
-
-    def scores(self) -> Tensor:
-        """Queue the pass; return its scores [P, O], which the next pass overwrites."""
-        return self._function() if self._graph is None else self._graph.replay()
 
 
 _models: "WeakSet[GpuModel]" = WeakSet()

@@ -7,12 +7,12 @@ row of a large one is as rare as a row of the same number in another.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nn.ops.pinned_memory import pinned_memory
+from serving.inference.tables import MappedTable
 from serving.manifest import Table
 
 BLOCK_BYTES = 1 << 26
@@ -21,21 +21,8 @@ PLACE_BYTES = 4
 """Of a row's place."""
 
 
-class StoredTable(Protocol):
-    """A table as it is stored; `serving.inference.tables.MappedTable` is one."""
-
-    declared: Table
-    dtype: torch.dtype
-    scale: Tensor | None
-
-    def read(self, first: int, target: Tensor) -> None:
-        """Copy the rows from `first` on to `target`, [rows, D] on any device."""
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceTable:
-    """A table in device and host memory."""
-
     declared: Table
     hot: Tensor  # rows at the first places, on the device [C, D]; at least one
     cold: Tensor | None  # the others, pinned [rows - C, D]; None if there are none
@@ -74,7 +61,7 @@ def hot_rows(tables: Sequence[Table], dtype: str, budget: int) -> list[int]:
 
 
 def to_device(
-    stored: Iterable[StoredTable], counts: Sequence[int], device: torch.device
+    stored: Iterable[MappedTable], counts: Sequence[int], device: torch.device
 ) -> list[DeviceTable]:
     """Copy tables: the first rows to the device, the others to pinned memory.
 
@@ -103,7 +90,7 @@ def to_device(
     return tables
 
 
-def _read(table: StoredTable, first: int, target: Tensor) -> None:
+def _read(table: MappedTable, first: int, target: Tensor) -> None:
     rows = max(1, BLOCK_BYTES // (target.shape[1] * target.element_size()))
     for block in target.split(rows):
         table.read(first, block)

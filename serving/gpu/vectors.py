@@ -11,6 +11,8 @@ from serving.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Vector:
+    """The arguments of a vector, in the kernel's order."""
+
     hot_offset: int  # of the first row from the base, in elements
     cold_offset: int  # likewise of row 0, as if the cold rows began with it
     hot_rows: int

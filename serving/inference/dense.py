@@ -6,10 +6,10 @@ are plain, and every operation is one of ATen's. A model directory is then numbe
 
 import io
 import re
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ OPERATION = re.compile(
 WORDS = frozenset(
     {"Symbol", "Integer", "Add", "Mul", "Max", "Min", "positive", "integer", "True", "False"}
 )
+CONTAINERS = (None, "builtins.tuple", "builtins.dict", "builtins.list")
 SYMBOL = re.compile(r"[su]?\d+")
 ATEN = "torch.ops.aten."
 Loaded = TypeVar("Loaded")
@@ -45,7 +46,7 @@ def import_loader() -> None:
 
 def load_dense(path: Path) -> Callable[..., Tensor]:
     """Return forward(numerical [B, N], embeddings [B, T], ...) -> logits on the CPU. Raises ModelError: as `load_program`."""
-    return _loaded(path, lambda file: Program(zipfile.ZipFile(file))).forward
+    return _loaded(path, lambda file: Program(ZipFile(file))).forward
 
 
 def load_program(path: Path) -> ExportedProgram:
@@ -61,22 +62,15 @@ def _loaded(path: Path, load: Callable[[BinaryIO], Loaded]) -> Loaded:
     try:
         check_archive(data)
         return load(io.BytesIO(data))
-    except (
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        zipfile.BadZipFile,
-        RuntimeError,
-    ) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, BadZipFile) as error:
         raise ModelError(f"{path} is no exported dense component: {shown(str(error))}") from None
 
 
 def check_archive(data: bytes) -> None:
     """Raise ValueError if torch's loader would unpickle or evaluate something of an archive."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+    with ZipFile(io.BytesIO(data)) as archive:
         for entry in archive.infolist():
-            if not ENTRY.fullmatch(entry.filename) or entry.compress_type != zipfile.ZIP_STORED:
+            if not ENTRY.fullmatch(entry.filename) or entry.compress_type != ZIP_STORED:
                 raise ValueError(f"it holds {shown(entry.filename)}")
             name = entry.filename.partition("/")[2]
             if name == "data/sample_inputs/model.pt" and entry.file_size:
@@ -99,12 +93,7 @@ def _check_program(program: Any) -> None:
             raise ValueError(f"it has the expression {shown(value)}")
         if key in ("in_spec", "out_spec") and isinstance(value, str):
             for kind, name in _items(parse_json(value, key)):
-                if kind == "type" and name not in (
-                    None,
-                    "builtins.tuple",
-                    "builtins.dict",
-                    "builtins.list",
-                ):
+                if kind == "type" and name not in CONTAINERS:
                     raise ValueError(f"its inputs are {shown(name)}")
 
 

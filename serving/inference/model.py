@@ -12,6 +12,7 @@ from serving.inference.dense import load_dense
 from serving.inference.key_rows import KeyRows, load_key_rows
 from serving.inference.model_rows import Rows
 from serving.inference.raw_values import RawValues
+from serving.inference.requests import IdInputs
 from serving.inference.scores import ScoreHead
 from serving.inference.tables import Lookup, MappedTables
 from serving.manifest import DENSE, Manifest
@@ -30,7 +31,7 @@ class Sampled:
 class ServedModel:
     """Tables and dense component of a model directory.
 
-    `raw`: its transformation of raw values; None if only ids are served. `keys`: rows of raw keys by feature.
+    `raw`: its transformation of raw values; None if only ids are served. `keys`: rows of raw keys by feature; None without.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class ServedModel:
         raw: RawValues | None = None,
         keys: Mapping[str, KeyRows] | None = None,
     ) -> None:
-        self.manifest, self.raw, self.keys = manifest, raw, keys or {}
+        self.manifest, self.raw, self.id_inputs = manifest, raw, IdInputs(manifest, keys)
         self.sampled = Sampled()
         self._look_up = look_up
         self._dense = dense
@@ -54,18 +55,14 @@ class ServedModel:
         Raises ModelError: it is no model directory, or is damaged.
         """
         manifest = manifest or Manifest.read(directory)
-        raw = RawValues.load(directory, manifest) if manifest.raw else None
         keys = load_key_rows(directory, manifest)
+        raw = RawValues.load(directory, manifest, keys)
         dense = load_dense(directory / DENSE)
         return cls(manifest, MappedTables(directory, manifest), dense, raw, keys)
-
-    def logits(self, rows: Rows) -> Tensor:
-        """Return the logits of the dense component, [B], or [B, O] of several outputs."""
-        with torch.inference_mode():
-            return self._dense(rows.numerical, *self._look_up(rows))
 
     def scores(self, *parts: Rows) -> Tensor:
         """Return the scores of rows, one part after another, [B, O]: probabilities of binary outputs, numbers of others."""
         rows = Rows.joined(parts)
         with torch.inference_mode():
-            return self._head(self.logits(rows), rows.keep_rates)
+            logits = self._dense(rows.numerical, *self._look_up(rows))
+            return self._head(logits, rows.keep_rates)

@@ -34,6 +34,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.numerical)
 
+    def ids_of(self, feature: str, columns: slice) -> Tensor:
+        """Return the ids of a feature, row after row; `columns`: its own ones of `ids`, unless it is ragged."""
+        ragged = self.ragged.get(feature)
+        return self.ids[:, columns].reshape(-1) if ragged is None else ragged.values
+
     def part(self, first: int, last: int) -> "Rows":
         """Return the rows `first` to `last` - 1."""
         return Rows(

@@ -5,7 +5,7 @@ torch's own loader imports SymPy and the compiler: two seconds, of three that a 
 
 import operator
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
@@ -23,7 +23,6 @@ MEMORY_FORMATS = {
     **{1: torch.contiguous_format, 2: torch.channels_last},
     **{3: torch.channels_last_3d, 4: torch.preserve_format},
 }
-LAYOUTS = {7: torch.strided}
 NAMESPACES = {"torch": torch, "_operator": operator}
 OF_TYPES = tuple(
     f"torch.ops.aten.{of}.default" for of in ("_assert_tensor_metadata", "promote_types")
@@ -33,6 +32,19 @@ OF_TYPES = tuple(
 
 class _Name(str):
     __slots__ = ()
+
+
+# Of the kinds of arguments that JSON has not as they are.
+VALUES: dict[str, Callable[[Any], Any]] = {
+    "as_none": lambda _: None,
+    "as_name": _Name,
+    "as_float": float,  # infinities are texts
+    "as_floats": lambda values: tuple(map(float, values)),
+    "as_scalar_type": DTYPES.__getitem__,
+    "as_memory_format": MEMORY_FORMATS.__getitem__,
+    "as_layout": {7: torch.strided}.__getitem__,
+    "as_device": lambda device: torch.device(device["type"]),
+}
 
 
 class Program:
@@ -116,24 +128,7 @@ def _template(item: Any) -> Any:
     if "name" in item:
         return _Name(item["name"])
     ((kind, value),) = item.items()
-    match kind:
-        case "as_none":
-            return None
-        case "as_name":
-            return _Name(value)
-        case "as_float":  # infinities are texts
-            return float(value)
-        case "as_floats":
-            return tuple(map(float, value))
-        case "as_scalar_type":
-            return DTYPES[value]
-        case "as_memory_format":
-            return MEMORY_FORMATS[value]
-        case "as_layout":
-            return LAYOUTS[value]
-        case "as_device":
-            return torch.device(value["type"])
-    return _template(value)
+    return VALUES.get(kind, _template)(value)
 
 
 def _names(template: Any) -> Iterator[_Name]:

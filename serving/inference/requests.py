@@ -28,19 +28,6 @@ def takes_ids(manifest: Manifest, names: Container[str]) -> bool:
     return not manifest.raw or NUMERICAL in names or IDS in names
 
 
-def describe_inputs(manifest: Manifest) -> list[dict[str, Any]]:
-    """Return the inputs of features, as metadata lists them; ids of 64 bits are accepted too."""
-    ids = "INT32" if manifest.has_short_ids else "INT64"
-    inputs = []
-    if manifest.numerical:
-        inputs.append((NUMERICAL, "FP32", [-1, len(manifest.numerical)]))
-    if manifest.fixed:
-        inputs.append((IDS, ids, [-1, manifest.id_columns]))
-    inputs += [(feature.name, ids, [-1, -1]) for feature in manifest.ragged]
-    inputs += [(name, "FP32", [-1, -1]) for of in manifest.sequences for name in of.numbers]
-    return [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in inputs]
-
-
 class IdInputs:
     """Inputs of features of one model.
 
@@ -71,7 +58,7 @@ class IdInputs:
         }
         self._optional = {of.name for of in manifest.sequences if of.time is not None}
         self._optional |= {manifest.keep_rate} if manifest.keep_rate else set()
-        self._wanted = {entry["name"] for entry in describe_inputs(manifest)}
+        self._wanted = {entry["name"] for entry in manifest.inputs}
         if not with_numerical:
             self._wanted.discard(NUMERICAL)
 
@@ -83,11 +70,11 @@ class IdInputs:
         """
         for name in self._wanted - set(inputs):
             got = ", ".join(shown(other) for other in list(inputs)[:8])
-            _refuse(
+            refuse(
                 f"there is no input {shown(name)}, only {got}; want {', '.join(sorted(self._wanted))}"
             )
         for name in set(inputs) - self._wanted - self._optional:
-            _refuse(f"the model has no input {shown(name)}; want {', '.join(sorted(self._wanted))}")
+            refuse(f"the model has no input {shown(name)}; want {', '.join(sorted(self._wanted))}")
         manifest = self._manifest
         if self._numerical:
             shape = (num_rows, len(self._numerical))
@@ -112,7 +99,7 @@ class IdInputs:
         matrix = _integers(IDS, values)
         wanted = (num_rows, len(self._names))
         if matrix.shape != wanted:
-            _refuse(f"input {IDS} has shape {list(matrix.shape)}; want {list(wanted)}")
+            refuse(f"input {IDS} has shape {list(matrix.shape)}; want {list(wanted)}")
         if self._keyed:
             matrix = matrix.astype(np.int64)
             for columns, rows in self._keyed:
@@ -152,14 +139,14 @@ def _numbers_of_events(
     lengths = ragged[first].lengths
     counts = lengths.numpy()
     if (row := group.wrong_length(counts)) is not None:
-        _refuse(
+        refuse(
             f"feature {shown(first)}, row {row}: {counts[row]} events; want at most {group.max_length}, the latest ones"
         )
     for name in sequence.features[1:]:
         own = ragged[name].lengths.numpy()
         if (own != counts).any():
             row = int((own != counts).argmax())
-            _refuse(
+            refuse(
                 f"feature {shown(name)}, row {row}: {own[row]} events, and {shown(first)} has {counts[row]}; want equally many "
                 f"in all inputs of {shown(group.name)}"
             )
@@ -167,17 +154,17 @@ def _numbers_of_events(
     if group.name in inputs:
         moments = _integers(group.name, inputs[group.name]).reshape(-1)
         if len(moments) != len(counts):
-            _refuse(f"input {shown(group.name)} has {len(moments)} moments; want {len(counts)}")
+            refuse(f"input {shown(group.name)} has {len(moments)} moments; want {len(counts)}")
     found = {}
     for column in group.numbers:
         matrix = inputs[column.name]
         if moments is not None and column.name == group.time:
             matrix = _integers(column.name, matrix)
         if matrix.dtype.kind not in "fiu":
-            _refuse(f"input {shown(column.name)} has no numbers; want FP32")
+            refuse(f"input {shown(column.name)} has no numbers; want FP32")
         matrix = matrix.reshape(len(counts), -1)
         if matrix.shape[1] < counts.max():
-            _refuse(
+            refuse(
                 f"input {shown(column.name)} has shape {list(matrix.shape)}, and {shown(first)} {counts.max()} events in a row; "
                 "want a number for each"
             )
@@ -185,7 +172,7 @@ def _numbers_of_events(
         try:
             values = group.checked(column, values, counts, moments, lambda row: f"row {row}")
         except ValueError as error:
-            raise InputError(str(error)) from None
+            refuse(str(error))
         found[column.name] = RaggedIds(torch.from_numpy(_own(values, np.float32)), lengths)
     return found
 
@@ -199,21 +186,21 @@ def keep_rates(
     name = manifest.keep_rate
     rates = numbers(name, inputs[name].reshape(num_rows, -1), (num_rows, 1), [name])[:, 0]
     if not ((rates > 0) & (rates <= 1)).all():
-        _refuse(f"input {shown(name)} has a rate that is not above 0 and at most 1")
+        refuse(f"input {shown(name)} has a rate that is not above 0 and at most 1")
     return rates
 
 
 def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list[str]) -> Tensor:
     """Return finite numbers as float32, booleans as 0 and 1; `columns` are named in messages."""
     if values.dtype.kind not in "fiub":
-        _refuse(f"input {shown(name)} has no numbers; want FP32")
+        refuse(f"input {shown(name)} has no numbers; want FP32")
     if values.shape != shape:
-        _refuse(f"input {shown(name)} has shape {list(values.shape)}; want {list(shape)}")
+        refuse(f"input {shown(name)} has shape {list(values.shape)}; want {list(shape)}")
     narrow = _own(values, np.float32)
     is_finite = np.isfinite(narrow)
     if not is_finite.all():
         row, column = (int(index) for index in np.argwhere(~is_finite)[0])
-        _refuse(
+        refuse(
             f"input {shown(name)}, row {row}: {shown(columns[column])} is {values[row, column]}; want a finite number"
         )
     return torch.from_numpy(narrow)
@@ -221,7 +208,7 @@ def numbers(name: str, values: np.ndarray, shape: tuple[int, ...], columns: list
 
 def _integers(name: str, values: np.ndarray) -> np.ndarray:
     if values.dtype.kind not in "iu":
-        _refuse(f"input {shown(name)} has no integers; want INT32 or INT64")
+        refuse(f"input {shown(name)} has no integers; want INT32 or INT64")
     return _own(values, np.int32 if values.dtype == np.int32 else np.int64)
 
 
@@ -234,10 +221,10 @@ def _own(values: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
 
 
 def _refuse_id(feature: str, row: int, value: Any, cardinality: Any) -> NoReturn:
-    _refuse(
+    refuse(
         f"feature {shown(feature)}, row {row}: id {int(value)} is not in the table; want 0 to {int(cardinality) - 1}"
     )
 
 
-def _refuse(message: str) -> NoReturn:
+def refuse(message: str) -> NoReturn:
     raise InputError(message)

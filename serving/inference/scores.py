@@ -10,8 +10,6 @@ from serving.manifest import Manifest
 
 
 class ScoreHead:
-    """Scores of a model's logits."""
-
     def __init__(self, manifest: Manifest, device: torch.device | str = "cpu") -> None:
         self._is_binary = [output.is_binary for output in manifest.outputs]
         shifts = [output.shift for output in manifest.outputs]

@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,16 +24,6 @@ Lookup = Callable[[Rows], list[Tensor]]
 """Returns what the dense component takes of B rows beside the numericals: first the embeddings, float32 [B, T]."""
 
 
-class LookedUp(Protocol):
-    """One table, wherever its rows lie; `MappedTable` describes the functions."""
-
-    declared: Table
-
-    def rows(self, ids: Tensor, out: Tensor | None = None) -> Tensor: ...
-
-    def pooled(self, ids: RaggedIds) -> Tensor: ...
-
-
 class MappedTables:
     """Tables in mapped files, looked up on the CPU.
 
@@ -42,20 +31,22 @@ class MappedTables:
     """
 
     def __init__(
-        self, directory: Path, manifest: Manifest, instead: "Mapping[str, LookedUp] | None" = None
+        self,
+        directory: Path,
+        manifest: Manifest,
+        instead: "Mapping[str, MappedTable] | None" = None,
     ) -> None:
         id_columns = manifest.id_slices()
         self._ragged = manifest.handed_out_ragged
         handed_out = {declared.name for declared, _ in manifest.handed_out}
-        self._handed_out: list[tuple[LookedUp, str, slice]] = []
-        self._lookups: list[tuple[LookedUp, str, slice]] = []
+        self._handed_out: list[tuple[MappedTable, str, slice]] = []
+        self._lookups: list[tuple[MappedTable, str, slice]] = []
         self._widths: list[int] = []
+        tables = instead or {
+            table.name: MappedTable(directory, table, manifest.dtype) for table in manifest.tables
+        }
         for declared in manifest.tables:
-            table: LookedUp
-            if instead is None:
-                table = MappedTable(directory, declared, manifest.dtype)
-            else:
-                table = instead[declared.name]
+            table = tables[declared.name]
             for name in declared.features:
                 # A ragged feature has no columns among the ids.
                 own_ids = id_columns.get(name, slice(0, 0))
@@ -84,12 +75,7 @@ class MappedTables:
                 lengths = torch.full((len(rows),), own_ids.stop - own_ids.start)
                 target.copy_(table.pooled(RaggedIds(ids[own_ids].t().reshape(-1), lengths)))
         looked_up = [
-            table.rows(
-                rows.ragged[name].values
-                if name in rows.ragged
-                else rows.ids[:, own_ids].reshape(-1)
-            )
-            for table, name, own_ids in self._handed_out
+            table.rows(rows.ids_of(name, own_ids)) for table, name, own_ids in self._handed_out
         ]
         lengths_of = [rows.ragged[name].lengths for name in self._ragged]
         return [found, *looked_up, *lengths_of, *(each.values for each in rows.numbers.values())]

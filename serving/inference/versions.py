@@ -3,7 +3,7 @@
 import os
 import random
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from configs.messages import shown
 from dataloading.dataset.documents import read_regular
-from serving.inference.key_rows import KeyRows
 from serving.inference.model import Sampled, ServedModel
 from serving.inference.model_rows import RaggedIds, Rows
 from serving.inference.raw_values import RawValues
+from serving.inference.requests import IdInputs
 from serving.manifest import MANIFEST, Manifest, ModelError
 from serving.versions import Deciding, list_versions, read_complete
 
@@ -33,7 +33,7 @@ class Model(Protocol):
 
     manifest: Manifest
     raw: RawValues | None
-    keys: Mapping[str, KeyRows]
+    id_inputs: IdInputs
     sampled: Sampled
 
     def scores(self, *parts: Rows) -> Tensor:
@@ -49,8 +49,6 @@ class _OtherInterface(ModelError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Version:
-    """A version that is loaded."""
-
     name: str  # its number, which may be used again once it is withdrawn
     model: Model
     identity: str  # of its weights, vocabularies and transformation

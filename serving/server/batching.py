@@ -16,7 +16,7 @@ import numpy as np
 from serving.inference.model_rows import Rows
 from serving.inference.versions import Version
 from serving.server.http_server import RequestError
-from serving.server.lane import too_late
+from serving.server.lane import fail, settle, too_late
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Batcher:
         try:
             scores = timely[0].version.model.scores(*rows).numpy()
         except Exception as error:
-            self._call(_fail, timely, error.with_traceback(None))
+            self._refuse(timely, error)
         else:
             self._call(self._answer, timely, scores, time.monotonic() - started)
 
@@ -169,9 +169,8 @@ class Batcher:
         # An answer that is done: the client has gone, or another part of its request was refused.
         wanted = [part for part in batch if not part.answer.done()]
         late = [part for part in wanted if part.arrived < now - deadline_s]
-        if not late:
-            return wanted
-        self._call(_fail, late, too_late(deadline_s))
+        if late:
+            self._refuse(late, too_late(deadline_s))
         return [part for part in wanted if part.arrived >= now - deadline_s]
 
     def _read(self, batch: list[_Waiting]) -> tuple[list[_Waiting], list[Rows]]:
@@ -181,11 +180,15 @@ class Batcher:
             try:
                 rows.append(part.read())
             except Exception as error:
-                # Its frames have the request, which would live until the next collection of circles.
-                self._call(_fail, [part], error.with_traceback(None))
+                self._refuse([part], error)
             else:
                 read.append(part)
         return read, rows
+
+    def _refuse(self, parts: list[_Waiting], error: Exception) -> None:
+        for part in parts:
+            # Its frames have the request, which would live until the next collection of circles.
+            self._call(fail, part.answer, error.with_traceback(None))
 
     def _call(self, function: Callable[..., None], *args: object) -> None:
         with suppress(RuntimeError):  # the loop has ended, and nobody waits
@@ -196,12 +199,5 @@ class Batcher:
         first = 0
         for part in batch:
             last = first + part.num_rows
-            if not part.answer.done():
-                part.answer.set_result(scores[first:last])
+            settle(part.answer, scores[first:last])
             first = last
-
-
-def _fail(parts: list[_Waiting], error: Exception) -> None:
-    for part in parts:
-        if not part.answer.done():
-            part.answer.set_exception(error)

@@ -7,6 +7,7 @@ all gets a status and one line, or is closed after a time-out.
 
 import asyncio
 import hmac
+import json
 import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,7 +22,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from configs.messages import on_one_line
 
-BACKLOG = 1024
 HEAD_BYTES = 16 << 10
 """Most of request line and headers."""
 LINGER_S = 2.0
@@ -56,6 +56,11 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.is_last, self.headers = status, is_last, headers or {}
+
+    def response(self) -> "Response":
+        """Return the response of the refusal: `{"error": line}`."""
+        body = json.dumps({"error": str(self)}).encode()
+        return Response(self.status, body, headers=self.headers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +108,29 @@ class HttpLimits:
 
 
 Handler = Callable[[Request], Awaitable[Response]]
-Refusal = Callable[[RequestError], Response]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class HttpServer:
-    """Server of one handler, whose `RequestError` `refuse` answers; any other error is logged and answered with 500."""
-
-    def __init__(
-        self, handler: Handler, refuse: Refusal, limits: HttpLimits, log: Callable[[str], None]
-    ) -> None:
-        self.app = App(handler, refuse, limits, log)
-        self._server = _Server(_Config(self.app))
+    def __init__(self, app: "App") -> None:
+        self.app = app
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level=60,  # nothing: `log` gets the errors
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=1024,
+                # `Connection` closes what is idle.
+                timeout_keep_alive=2**31,
+            )
+        )
 
     @property
     def num_connections(self) -> int:
@@ -148,12 +163,20 @@ class HttpServer:
 
 
 class App:
-    """The ASGI application: a handler behind the limits of a request."""
+    """The ASGI application: a handler behind the limits of a request.
+
+    An error of the handler that is no `RequestError` is logged and answered with 500. `count`: called with the status of every
+    response.
+    """
 
     def __init__(
-        self, handler: Handler, refuse: Refusal, limits: HttpLimits, log: Callable[[str], None]
+        self,
+        handler: Handler,
+        limits: HttpLimits,
+        count: Callable[[int], None],
+        log: Callable[[str], None],
     ) -> None:
-        self.refuse, self.limits = refuse, limits
+        self.limits, self.count = limits, count
         self._handler, self._log = handler, log
         self.body_bytes = 0
         # Of all connections: what is read is parsed before the next read.
@@ -167,54 +190,48 @@ class App:
                 response = await self._handler(await self._request(scope, body))
             except RequestError as error:
                 is_last = error.is_last
-                response = self.refuse(error)
+                response = error.response()
             except _GoneError:
                 return
             except Exception as error:  # a fault of this program, which must not end the server
                 self._log(on_one_line(f"error while a request was answered: {error!r}"))
                 failure = RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error")
-                response = self.refuse(failure)
+                response = failure.response()
             with suppress(TimeoutError):
                 await self._answer(response, send, body, is_last=is_last)
         finally:
             self.body_bytes -= body.held
 
     async def refuse_connection(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, TOO_MANY, is_last=True)
+        error = RequestError(HTTPStatus.SERVICE_UNAVAILABLE, TOO_MANY)
         with suppress(TimeoutError):
-            await self._answer(self.refuse(error), send, _Body(self, receive), is_last=True)
+            await self._answer(error.response(), send, _Body(self, receive), is_last=True)
 
     async def _request(self, scope: dict[str, Any], body: "_Body") -> Request:
         headers: dict[str, str] = {}
         for name, value in scope["headers"]:
             key = name.decode("latin-1")
             if key in headers and key in ONCE:
-                raise _bad(f"the header {key} is there twice")
+                raise _last(HTTPStatus.BAD_REQUEST, f"the header {key} is there twice")
             headers[key] = value.decode("latin-1")
         if scope["http_version"] not in ("1.0", "1.1"):
-            raise RequestError(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "want HTTP/1.1", is_last=True)
+            raise _last(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "want HTTP/1.1")
         # RFC 9112, 3.2, which the parser does not ask for.
         if "host" not in headers and scope["http_version"] == "1.1":
-            raise _bad("want the header Host")
+            raise _last(HTTPStatus.BAD_REQUEST, "want the header Host")
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         request = Request(method, scope["path"], headers)
         self._check_token(request)
         if "content-encoding" in headers:
-            raise RequestError(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send the body without compression", is_last=True
-            )
+            raise _last(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "send the body without compression")
         size = int(headers.get("content-length", "0"))
         is_chunked = "transfer-encoding" in headers
         if not size and not is_chunked:
             return request
         if request.path in OPEN_PATHS:
             # It would be held for anybody, without a token.
-            raise RequestError(
-                HTTPStatus.METHOD_NOT_ALLOWED,
-                "want GET without a body",
-                is_last=True,
-                headers={"Allow": "GET"},
-            )
+            allow = {"Allow": "GET"}
+            raise _last(HTTPStatus.METHOD_NOT_ALLOWED, "want GET without a body", allow)
         self.reserve(body, size)
         length = headers.get(HEADER_LENGTH, "")
         first = int(length) if _LENGTH.fullmatch(length) else 0
@@ -224,28 +241,20 @@ class App:
                     body.chunks(first) if is_chunked else body.read(size, first, scope)
                 )
         except TimeoutError:
-            raise RequestError(
-                HTTPStatus.REQUEST_TIMEOUT,
-                f"the body did not arrive within {self.limits.timeout_s:g} s",
-                is_last=True,
-            ) from None
+            text = f"the body did not arrive within {self.limits.timeout_s:g} s"
+            raise _last(HTTPStatus.REQUEST_TIMEOUT, text) from None
         return Request(method, request.path, headers, content)
 
     def reserve(self, body: "_Body", size: int) -> None:
         """Count bytes of a body among those in memory, before they are there. Raises RequestError: they are too many."""
         if body.held + size > self.limits.max_body:
-            raise RequestError(
+            raise _last(
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"a body of {body.held + size:,} bytes; want at most {self.limits.max_body:,} (max_body_mib)",
-                is_last=True,
             )
         if self.body_bytes + size > self.limits.max_memory:
-            raise RequestError(
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                "the bodies of other requests fill the memory (max_memory_mib); try again",
-                is_last=True,
-                headers={"Retry-After": "1"},
-            )
+            text = "the bodies of other requests fill the memory (max_memory_mib); try again"
+            raise _last(HTTPStatus.SERVICE_UNAVAILABLE, text, {"Retry-After": "1"})
         self.body_bytes += size
         body.held += size
 
@@ -256,12 +265,8 @@ class App:
         wanted, got = self.limits.token.encode(), token.lstrip(" ").encode("latin-1")
         # The name of a scheme has no case (RFC 9110, 11.1).
         if not (hmac.compare_digest(wanted, got) and scheme.lower() == "bearer"):
-            raise RequestError(
-                HTTPStatus.UNAUTHORIZED,
-                "want the header Authorization: Bearer TOKEN with the server's token",
-                is_last=True,
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            text = "want the header Authorization: Bearer TOKEN with the server's token"
+            raise _last(HTTPStatus.UNAUTHORIZED, text, {"WWW-Authenticate": "Bearer"})
 
     async def _answer(
         self, response: Response, send: Send, body: "_Body", *, is_last: bool
@@ -270,6 +275,7 @@ class App:
 
         A connection that is closed while bytes of its client are unread takes the last answer back.
         """
+        self.count(response.status.value)
         head = response.head(is_last=is_last)
         async with asyncio.timeout(self.limits.timeout_s):
             await send(
@@ -333,27 +339,6 @@ class _Body:
             await self._next()
 
 
-class _Config(uvicorn.Config):
-    """uvicorn's settings, with the app for what `Connection` refuses."""
-
-    def __init__(self, app: App) -> None:
-        super().__init__(
-            app,
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level=60,  # nothing: `log` gets the errors
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=BACKLOG,
-            # `Connection` closes what is idle.
-            timeout_keep_alive=2**31,
-        )
-        self.limited = app
-
-
 class _Server(uvicorn.Server):
     """uvicorn's server, which leaves signals to the command."""
 
@@ -364,17 +349,15 @@ class _Server(uvicorn.Server):
 class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
     """A connection, with limits for what uvicorn does not limit: connections, heads, and time in which nothing moves."""
 
-    config: _Config
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Serve, or refuse if there are too many."""
         super().connection_made(transport)
         self._num_heads = self._head_bytes = 0
         self._is_refused = False
         self._moved, self._moved_at = (-1, -1), 0.0
-        limit = self.config.limited.limits.max_connections
+        self._limited = cast(App, self.config.app)
+        limit = self._limited.limits.max_connections
         if len(self.connections) > limit:
-            self.app = self.config.limited.refuse_connection
+            self.app = self._limited.refuse_connection
         self._look: asyncio.TimerHandle | None = None
         if len(self.connections) > 2 * limit:
             # None of these is kept until it has sent a request.
@@ -383,13 +366,12 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self._look_at_time()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self.config.limited.received
+        return self._limited.received
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(self.config.limited.received[:nbytes])
+        self.data_received(self._limited.received[:nbytes])
 
     def data_received(self, data: bytes | memoryview) -> None:
-        """Parse bytes; a head may have so many."""
         if self._is_refused:
             return
         before = self._num_heads
@@ -436,7 +418,8 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _refuse(self, status: HTTPStatus, message: str, linger_s: float = LINGER_S) -> None:
         """Answer what is no request, and close when the client has had time to read why."""
-        response = self.config.limited.refuse(RequestError(status, message, is_last=True))
+        self._limited.count(status.value)
+        response = RequestError(status, message).response()
         lines = [name + b": " + value for name, value in response.head(is_last=True)]
         first = f"HTTP/1.1 {status.value} {status.phrase}".encode()
         self.transport.write(b"\r\n".join([first, *lines, b"", response.body]))
@@ -449,7 +432,7 @@ class Connection(HttpToolsProtocol, asyncio.BufferedProtocol):
         """Close the connection if no head has come and no byte of an answer was read for `timeout_s`."""
         if self.transport.is_closing():
             return
-        now, limit_s = self.loop.time(), self.config.limited.limits.timeout_s
+        now, limit_s = self.loop.time(), self._limited.limits.timeout_s
         unread = self.transport.get_write_buffer_size()
         if not (self._is_idle or unread) or (self._num_heads, unread) != self._moved:
             self._moved, self._moved_at = (self._num_heads, unread), now
@@ -465,5 +448,6 @@ def _aligned(size: int, first: int) -> memoryview:
     return memoryview(memory)[offset : offset + size]  # type: ignore[arg-type]
 
 
-def _bad(message: str) -> RequestError:
-    return RequestError(HTTPStatus.BAD_REQUEST, message, is_last=True)
+def _last(status: HTTPStatus, message: str, headers: dict[str, str] | None = None) -> RequestError:
+    """Return the refusal of a request whose rest is unread."""
+    return RequestError(status, message, is_last=True, headers=headers)

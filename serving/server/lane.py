@@ -19,7 +19,6 @@ LONGEST_TURN_S = 1.0
 
 
 def too_late(deadline_s: float) -> RequestError:
-    """Return the error of a request that has waited too long."""
     return RequestError(
         HTTPStatus.SERVICE_UNAVAILABLE,
         f"the request has waited longer than {deadline_s * 1000:g} ms (deadline_ms); try again",
@@ -80,15 +79,15 @@ class Lane:
 
     def _do(self, work: _Work) -> None:
         if time.monotonic() - work.arrived > self._deadline_s:
-            self._finish(_fail, work.answer, too_late(self._deadline_s))
+            self._finish(fail, work.answer, too_late(self._deadline_s))
             return
         try:
             value = self._call(work.function)
         except Exception as error:
             # Its frames have the request, which would live until the next collection of circles.
-            self._finish(_fail, work.answer, error.with_traceback(None))
+            self._finish(fail, work.answer, error.with_traceback(None))
         else:
-            self._finish(_set, work.answer, value)
+            self._finish(settle, work.answer, value)
 
     def _call(self, function: Callable[[], Any]) -> Any:
         # The interval belongs to the process: a second thread that set it back would keep what this one had set.
@@ -111,11 +110,11 @@ class Lane:
             self._has_turned.wait(LONGEST_TURN_S)
 
 
-def _set(answer: asyncio.Future[Any], value: object) -> None:
+def settle(answer: asyncio.Future[Any], value: object) -> None:
     if not answer.done():
         answer.set_result(value)
 
 
-def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
+def fail(answer: asyncio.Future[Any], error: Exception) -> None:
     if not answer.done():
         answer.set_exception(error)

@@ -1,6 +1,7 @@
 """Metrics of the server for Prometheus."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import partial
 
 from prometheus_client import (
     CollectorRegistry,
@@ -42,28 +43,20 @@ class Metrics:
         )
         for status in ("429", "503"):  # so that shares of them begin at zero
             self.responses.labels(status)
-        self.request_seconds = Histogram(
-            "serving_request_seconds",
-            "Time from a complete request to its scores.",
-            ["model", "version"],
-            buckets=SECONDS,
-            registry=registry,
+        histogram = partial(Histogram, registry=registry)
+        meaning = "Time from a complete request to its scores."
+        self.request_seconds = histogram(
+            "serving_request_seconds", meaning, ["model", "version"], buckets=SECONDS
         )
         self.by_version: list[Counter | Histogram] = [self.request_seconds]
         self.of_late: list[Counter] = []
         self._served: dict[tuple[str, str], None] = {}
-        self._batch_rows = Histogram(
-            "serving_batch_rows", "Rows of a batch.", buckets=ROWS, registry=registry
-        )
-        self._batch_seconds = Histogram(
-            "serving_batch_seconds", "Time to score a batch.", buckets=SECONDS, registry=registry
-        )
-        self._version = Gauge(
-            "serving_version",
-            "Share of the requests that a version answers.",
-            ["model", "version", "identity"],
-            registry=registry,
-        )
+        self._batch_rows = histogram("serving_batch_rows", "Rows of a batch.", buckets=ROWS)
+        meaning = "Time to score a batch."
+        self._batch_seconds = histogram("serving_batch_seconds", meaning, buckets=SECONDS)
+        meaning = "Share of the requests that a version answers."
+        labels = ["model", "version", "identity"]
+        self._version = Gauge("serving_version", meaning, labels, registry=registry)
 
     def response(self, status: int) -> None:
         self.responses.labels(str(status)).inc()
@@ -91,9 +84,7 @@ class Metrics:
         self._served = dict.fromkeys(latest)
         _forget_all_but(set(serving), self.by_version)
         _forget_all_but(set(latest), self.of_late)
-        now = CollectorRegistry()
-        now.register(_Now(gauges))
-        return generate_latest(self.registry) + generate_latest(now)
+        return generate_latest(self.registry) + generate_latest(_Now(gauges))
 
 
 def _forget_all_but(served: Set[tuple[str, str]], metrics: Sequence[Counter | Histogram]) -> None:

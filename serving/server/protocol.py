@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from http import HTTPStatus
 from types import NoneType
@@ -34,7 +34,6 @@ DTYPES = {
 BYTES_DTYPES = {name: np.dtype(dtype).newbyteorder("<") for name, dtype in DTYPES.items()}
 """Of binary data."""
 TEXT = "BYTES"
-MOST_DIMENSIONS = 2
 MOST_INPUTS = 4096
 REMEMBERED = 64
 """JSON documents whose meaning is remembered: a client of binary tensors sends the same one again and again."""
@@ -44,8 +43,6 @@ REMEMBERED_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """An input."""
-
     name: str
     datatype: str  # a key of `DTYPES`, or `TEXT`
     shape: tuple[int, ...]
@@ -63,7 +60,6 @@ class InferRequest:
 
 
 def refuse(message: str) -> NoReturn:
-    """Refuse a request that cannot be answered."""
     raise RequestError(HTTPStatus.BAD_REQUEST, message)
 
 
@@ -110,18 +106,14 @@ def read_inputs(described: "Described", body: bytes | memoryview) -> InferReques
         inputs[entry.name] = Tensor(entry.name, entry.datatype, entry.shape, values)
     if rest:
         refuse(f"{len(rest):,} bytes follow the last binary tensor")
-    return InferRequest(
-        inputs, described.num_rows, described.id, described.outputs, described.is_binary
-    )
+    return replace(described.request, inputs=inputs)
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    name: str
-    datatype: str  # a key of `DTYPES`, or `TEXT`
-    shape: tuple[int, ...]
-    size: int | None  # bytes of its binary data; None if its values are in the JSON
-    data: Any  # the values in the JSON
+class _Entry(Tensor):
+    """An input whose `values` are those in the JSON."""
+
+    size: int | None  # bytes of its binary data; None without any
 
     @property
     def where(self) -> str:
@@ -130,14 +122,11 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A request as its JSON describes it; other fields as those of `InferRequest`."""
+    """A request as its JSON describes it."""
 
     entries: tuple[_Entry, ...]
     length: int  # bytes of the JSON
-    num_rows: int
-    id: str | None
-    outputs: Mapping[str, bool]
-    is_binary: bool
+    request: InferRequest  # without inputs
 
     @property
     def object_bytes(self) -> int:
@@ -174,7 +163,8 @@ def _describe(text: bytes) -> Described:
         refuse("want a text as id")
     is_binary = bool(parameters.get("binary_data_output"))
     outputs = _outputs(document.get("outputs"), is_binary)
-    return Described(entries, len(text), rows.pop(), identity, outputs, is_binary)
+    request = InferRequest({}, rows.pop(), identity, outputs, is_binary)
+    return Described(entries, len(text), request)
 
 
 _remembered = lru_cache(REMEMBERED)(_describe)
@@ -199,7 +189,7 @@ def _entry(entry: Mapping[str, Any]) -> _Entry:
         refuse(f"{where} has datatype {shown(datatype)}; want one of {', '.join(DTYPES)}, {TEXT}")
     if (
         not isinstance(shape, list)
-        or not 1 <= len(shape) <= MOST_DIMENSIONS
+        or not 1 <= len(shape) <= 2
         or not all(type(size) is int and 0 <= size < 2**31 for size in shape)
     ):
         refuse(f"{where} has shape {shown(shape)}; want [rows] or [rows, columns]")
@@ -207,7 +197,7 @@ def _entry(entry: Mapping[str, Any]) -> _Entry:
     size = parameters.get("binary_data_size")
     if size is not None and (type(size) is not int or size < 0):
         refuse(f"{where} has binary_data_size {shown(size)}; want a number of bytes")
-    return _Entry(name, datatype, tuple(shape), size, entry.get("data"))
+    return _Entry(name, datatype, tuple(shape), entry.get("data"), size)
 
 
 def _from_bytes(entry: _Entry, size: int, rest: memoryview, room: int) -> tuple[Any, memoryview]:
@@ -236,7 +226,7 @@ def _from_bytes(entry: _Entry, size: int, rest: memoryview, room: int) -> tuple[
 
 
 def _from_json(entry: _Entry) -> Any:
-    where, datatype, shape, data = entry.where, entry.datatype, list(entry.shape), entry.data
+    where, datatype, shape, data = entry.where, entry.datatype, list(entry.shape), entry.values
     if not isinstance(data, list):
         refuse(f"{where} has no list as data")
     lengths = None
@@ -380,9 +370,3 @@ _remembered_head = lru_cache(REMEMBERED)(_response_head)
 
 def json_response(document: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
     return Response(status, json.dumps(document).encode())
-
-
-def error_response(error: RequestError) -> Response:
-    """Return the response of a refused request: `{"error": line}`."""
-    body = json.dumps({"error": str(error)}).encode()
-    return Response(error.status, body, headers=error.headers)

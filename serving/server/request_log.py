@@ -24,11 +24,10 @@ from prometheus_client import Counter
 from configs.messages import os_error_text, shown
 from dataloading.dataset.durable_files import AppendedFile
 from serving.inference.model_rows import Rows
-from serving.inference.raw_values import without_end
+from serving.inference.raw_columns import without_end
 from serving.inference.requests import takes_ids
-from serving.inference.versions import Version
-from serving.manifest import IDS, NUMERICAL, PADDING, Manifest
-from serving.raw_description import inputs_of
+from serving.inference.versions import Model, Version
+from serving.manifest import IDS, NUMERICAL, PADDING
 from serving.server.http_server import RequestError
 from serving.server.metrics import Metrics
 from serving.server.protocol import TEXT, InferRequest, Tensor, refuse
@@ -208,7 +207,7 @@ def _ids(request: LoggedRequest) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _lines(request: LoggedRequest) -> Iterator[str]:
     version, now = request.version, round(time.time(), 3)
-    columns = dict(_columns(request.request, version.model.manifest, request.rows))
+    columns = dict(_columns(request.request, version.model, request.rows))
     for output, scores in zip(version.model.manifest.outputs, request.scores.T, strict=True):
         columns[f"served_{output.name}"] = scores.tolist()
     for row in range(len(request.scores)):
@@ -218,9 +217,10 @@ def _lines(request: LoggedRequest) -> Iterator[str]:
 
 
 def _columns(
-    request: InferRequest, manifest: Manifest, scored: Rows
+    request: InferRequest, model: Model, scored: Rows
 ) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield the values of every row by the names of raw columns, or of features."""
+    manifest, raw = model.manifest, model.raw
     is_raw = not takes_ids(manifest, request.inputs)
     moments = {sequence.name for sequence in manifest.sequences}
     for name, tensor in request.inputs.items():
@@ -229,7 +229,7 @@ def _columns(
         flat = [None if value != value else value for value in flat]
         width = len(flat) // request.num_rows
         rows = [flat[i * width : (i + 1) * width] for i in range(request.num_rows)]
-        if is_raw and inputs_of(manifest.raw or {}).get(name) == 2:
+        if is_raw and raw is not None and raw.inputs.get(name) == 2:
             yield name, [without_end(row) for row in rows]
         elif name in scored.numbers:
             lengths = scored.numbers[name].lengths.tolist()
@@ -242,9 +242,7 @@ def _columns(
             columns = iter(zip(*rows, strict=True))
             for feature in manifest.fixed:
                 parts = [next(columns) for _ in range(feature.hotness or 0)]
-                yield (
-                    feature.name,
-                    parts[0] if feature.hotness == 1 else [*zip(*parts, strict=True)],
-                )
+                is_single = feature.hotness == 1
+                yield feature.name, parts[0] if is_single else [*zip(*parts, strict=True)]
         else:
             yield name, [[number for number in row if number != PADDING] for row in rows]

@@ -13,20 +13,18 @@ from uuid import uuid4
 
 from configs.messages import shown
 from serving.inference.model_rows import Rows
-from serving.inference.requests import IdInputs, InputError, describe_inputs, takes_ids
+from serving.inference.requests import InputError, takes_ids
 from serving.inference.scores import why_not_finite
 from serving.inference.versions import Version, Versions
-from serving.manifest import Manifest
 from serving.model_names import require_names
 from serving.server.batching import Batcher, BatchLimits
-from serving.server.http_server import HttpLimits, HttpServer, Request, RequestError, Response
+from serving.server.http_server import App, HttpLimits, HttpServer, Request, RequestError, Response
 from serving.server.lane import Lane
 from serving.server.metrics import CONTENT_TYPE, Gauges, Metrics
 from serving.server.protocol import (
     Described,
     InferRequest,
     describe_infer,
-    error_response,
     infer_response,
     json_length,
     json_response,
@@ -35,10 +33,8 @@ from serving.server.protocol import (
 )
 from serving.server.request_log import LoggedRequest, RequestLog
 
-SERVER = "hybrid-parallel-recsys"
 CANARY_KEY = "canary-key"
 """Header of requests that one version answers, such as those of one user."""
-EXTENSIONS = ["binary_tensor_data"]
 SMALL_BYTES = 4 << 10
 """Most bytes of JSON and texts that the event loop parses itself."""
 LARGE_BYTES = 64 << 10
@@ -69,9 +65,7 @@ class Service:
         self._large = Lane("reader of large requests", batch_limits.deadline_s, SWITCH_S)
         self._threads = (self._small, self._large, self._batcher)
         self._loader = ThreadPoolExecutor(1, "loader")
-        self._http = HttpServer(self._answer, self._refuse, http_limits, log)
-        # Of the latest two versions of each model. Not the versions themselves, whose tables would stay in memory after a swap.
-        self._id_inputs: list[tuple[Manifest, IdInputs]] = []
+        self._http = HttpServer(App(self._answer, http_limits, self._metrics.response, log))
         self._is_ready = False
 
     @property
@@ -122,17 +116,8 @@ class Service:
                     except ValueError as error:
                         self._log(f"{error}; until then they reach the first one")
 
-    def _refuse(self, error: RequestError) -> Response:
-        self._metrics.response(error.status.value)
-        return error_response(error)
-
     async def _answer(self, request: Request) -> Response:
         """Return the response of a request. Raises RequestError: it is refused."""
-        response = await self._route(request)
-        self._metrics.response(response.status.value)
-        return response
-
-    async def _route(self, request: Request) -> Response:
         parts = request.path.strip("/").split("/")
         match parts:
             case ["metrics"]:
@@ -140,7 +125,8 @@ class Service:
                 return Response(body=self._metrics_text(), content_type=CONTENT_TYPE)
             case ["v2"]:
                 self._want(request, "GET")
-                return json_response({"name": SERVER, "version": "2", "extensions": EXTENSIONS})
+                about = {"name": "hybrid-parallel-recsys", "version": "2"}
+                return json_response(about | {"extensions": ["binary_tensor_data"]})
             case ["v2", "health", "live"]:
                 self._want(request, "GET")
                 return json_response({"live": True})
@@ -180,8 +166,7 @@ class Service:
         match rest:
             case []:
                 self._want(request, "GET")
-                serving = [of.name for of in versions.serving]
-                return json_response(_metadata(version, serving))
+                return json_response(_metadata(version, [of.name for of in versions.serving]))
             case ["ready"]:
                 self._want(request, "GET")
                 return json_response({"ready": True})
@@ -232,7 +217,7 @@ class Service:
         size = json_length(request.body, request.headers)
         if size <= SMALL_BYTES:
             described = describe_infer(request.body, request.headers)
-            self._batcher.check(described.num_rows)
+            self._batcher.check(described.request.num_rows)
             size = described.object_bytes
         if size <= SMALL_BYTES:
             return self._parsed(request, version, described)
@@ -251,7 +236,7 @@ class Service:
         if described is None:
             described = describe_infer(request.body, request.headers)
             # Before its values are looked at.
-            self._batcher.check(described.num_rows)
+            self._batcher.check(described.request.num_rows)
         parsed = read_inputs(described, request.body)
         is_raw, read = self._reader(parsed, version)
         if self._request_log is None or not self._request_log.is_chosen():
@@ -272,17 +257,12 @@ class Service:
             columns = {name: tensor.values for name, tensor in request.inputs.items()}
             shapes = {name: tensor.shape for name, tensor in request.inputs.items()}
             return True, partial(_refusing, raw.rows, columns, shapes, num_rows)
-        known = next((known for of, known in self._id_inputs if of is manifest), None)
-        if known is None:
-            known = IdInputs(manifest, version.model.keys)
-            latest = self._id_inputs[: 2 * len(self._models) - 1]
-            self._id_inputs = [(manifest, known), *latest]
         arrays = {}
         for tensor in request.inputs.values():
             if isinstance(tensor.values, list):
                 refuse(f"input {shown(tensor.name)} is text; want numbers")
             arrays[tensor.name] = tensor.values
-        return False, partial(_refusing, known.rows, arrays, num_rows)
+        return False, partial(_refusing, version.model.id_inputs.rows, arrays, num_rows)
 
     def _metrics_text(self) -> bytes:
         gauges: Gauges = {
@@ -333,18 +313,19 @@ def _refusing(read: Callable[..., Rows], *args: Any) -> Rows:
     raise RequestError(HTTPStatus.BAD_REQUEST, message)
 
 
-def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:
+def _metadata(version: Version, serving: list[str]) -> dict[str, Any]:
     manifest, raw = version.model.manifest, version.model.raw
-    inputs = features = describe_inputs(manifest)
+    inputs = features = manifest.inputs
     # A client fills all inputs that are listed, so they are of one kind: raw values, if the model takes them.
     raw_inputs = {} if raw is None else {"raw": raw.describe_inputs()}
     if raw_inputs:
         inputs = raw_inputs["raw"]
         # Without other features a ragged one has the name of its column, and cannot be sent as ids.
         features = features if takes_ids(manifest, {entry["name"] for entry in features}) else []
+    sequences = {"sequences": [*map(asdict, manifest.sequences)]} if manifest.sequences else {}
     return {
         "name": manifest.name,
-        "versions": list(serving),
+        "versions": serving,
         "platform": "pytorch_export",
         "inputs": inputs,
         "outputs": [
@@ -360,11 +341,7 @@ def _metadata(version: Version, serving: Sequence[str]) -> dict[str, Any]:
             "ids": [
                 feature.name for feature in manifest.fixed for _ in range(feature.hotness or 0)
             ],
-            **(
-                {"sequences": [asdict(of) for of in manifest.sequences]}
-                if manifest.sequences
-                else {}
-            ),
+            **sequences,
             **raw_inputs,
         },
     }

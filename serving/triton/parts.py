@@ -48,7 +48,7 @@ def load_part(directory: Path, parameters: Mapping[str, str]) -> Part:
                 float(parameters["table_gib"]) if parameters["table_gib"] else None,
             )
             model = load(directory, manifest)
-            read = partial(_rows, IdInputs(manifest, model.keys))
+            read = partial(_rows, model.id_inputs)
             return lambda requests: _finite(
                 _answers(requests, read, lambda parts: named(model.scores(*parts)))
             )
@@ -97,8 +97,9 @@ def _answers(
         with torch.inference_mode():
             found = function(list(accepted.values()))
         sizes = [len(next(iter(requests[index].values()))) for index in accepted]
-        for index, answer in zip(accepted, _split(found, sizes), strict=True):
-            answers[index] = answer
+        parts = {name: tensor.split(sizes) for name, tensor in found.items()}
+        for place, index in enumerate(accepted):
+            answers[index] = {name: part[place].contiguous() for name, part in parts.items()}
     return answers
 
 
@@ -109,12 +110,4 @@ def _finite(answers: Sequence[Answer]) -> list[Answer]:
         if isinstance(answer, str)
         else why_not_finite(torch.cat(list(answer.values()), dim=1).numpy()) or answer
         for answer in answers
-    ]
-
-
-def _split(found: Mapping[str, Tensor], sizes: Sequence[int]) -> Sequence[dict[str, Tensor]]:
-    parts = {name: tensor.split(list(sizes)) for name, tensor in found.items()}
-    return [
-        {name: split[index].contiguous() for name, split in parts.items()}
-        for index in range(len(sizes))
     ]

@@ -12,14 +12,14 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from configs.messages import shown
 from configs.serving_schema import DenseFormat, Device, Layout, TritonConfig, require_model_name
-from dataloading.dataset.durable_files import new_output, require_absent, write_synced
-from serving.manifest import DENSE, IDS, MANIFEST, NUMERICAL, Manifest
+from dataloading.dataset.durable_files import new_output, write_synced
+from serving.manifest import DENSE, MANIFEST, Manifest
 from serving.triton.onnx_scores import write_onnx_scores
 from serving.triton.text_proto import Word, entries, text_proto
 
@@ -40,9 +40,7 @@ def write_repository(config: TritonConfig) -> list[str]:
     assert config.model is not None, "checked by the options"
     assert config.output is not None, "likewise"
     directory, output = Path(config.model), Path(config.output)
-    require_absent(output)
     manifest = Manifest.read(directory)
-    manifest.verify(directory)
     name = config.name or manifest.name
     require_model_name(name)
     if manifest.handed_out and (config.layout is Layout.ensemble or config.device is Device.cuda):
@@ -51,6 +49,7 @@ def write_repository(config: TritonConfig) -> list[str]:
             "layout=monolithic device=cpu"
         )
     with new_output(output) as unfinished:
+        manifest.verify(directory)
         if config.layout is Layout.monolithic:
             return [_write_monolithic(unfinished, directory, manifest, config, name)]
         return _write_ensemble(unfinished, directory, manifest, config, name)
@@ -59,7 +58,7 @@ def write_repository(config: TritonConfig) -> list[str]:
 def _write_monolithic(
     root: Path, directory: Path, manifest: Manifest, config: TritonConfig, name: str
 ) -> str:
-    inputs = [*_numerical(manifest), *_ids(manifest)]
+    inputs = _features(manifest)
     if manifest.keep_rate is not None:
         inputs.append(_tensor(manifest.keep_rate, "TYPE_FP32", [1]) | {"optional": True})
     parameters = _parameters(config, "scores", manifest) | {
@@ -69,11 +68,10 @@ def _write_monolithic(
         "table_gib": "" if config.table_gib is None else str(config.table_gib),
     }
     on_gpu = config.device is Device.cuda
-    message = _model(config, name, inputs, _scores(manifest), on_gpu=on_gpu)
-    message |= _python(parameters)
+    message = _model(config, name, inputs, _scores(manifest), on_gpu=on_gpu) | _python(parameters)
     if manifest.sequences:
         del message["model_warmup"]  # of zeros, and an age of 0 is refused
-    _write_model(root / name, message, directory, lambda _: True)
+    _write_model(root / name, message, directory, manifest.files)
     return name
 
 
@@ -84,12 +82,14 @@ def _write_ensemble(
         raise ValueError(
             f"layout=ensemble: {directory} has no numerical features, which the dense model takes; use layout=monolithic"
         )
+    numerical, *ids = _features(manifest)
     sparse, dense = f"{name}_sparse", f"{name}_dense"
     embeddings = _tensor(EMBEDDINGS, "TYPE_FP32", [manifest.num_columns])
-    message = _model(config, sparse, _ids(manifest), [embeddings])
+    message = _model(config, sparse, ids, [embeddings])
     message |= _python(_parameters(config, "embeddings", manifest))
-    _write_model(root / sparse, message, directory, lambda file: file.startswith("tables/"))
-    inputs = [*_numerical(manifest), embeddings]
+    read = [file for file in manifest.files if file.startswith(("tables/", "keys/"))]
+    _write_model(root / sparse, message, directory, read)
+    inputs = [numerical, embeddings]
     message = _model(config, dense, inputs, _scores(manifest), on_gpu=config.device is Device.cuda)
     if config.dense_format is DenseFormat.onnx:
         message = {"backend": "onnxruntime", **message}
@@ -98,16 +98,16 @@ def _write_ensemble(
         write_synced(root / dense / CONFIG, text_proto(message))
     else:
         message |= _python(_parameters(config, "dense", manifest))
-        _write_model(root / dense, message, directory, lambda file: file == DENSE)
+        _write_model(root / dense, message, directory, [DENSE])
     steps = [
-        _step(sparse, _ids(manifest), [embeddings]),
+        _step(sparse, ids, [embeddings]),
         _step(dense, inputs, _scores(manifest)),
     ]
     joined = {
         "name": name,
         "platform": "ensemble",
         "max_batch_size": config.max_batch,
-        "input": [*_numerical(manifest), *_ids(manifest)],
+        "input": [numerical, *ids],
         "output": _scores(manifest),
         "parameters": entries({IDENTITY: {"string_value": manifest.identity}}),
         "ensemble_scheduling": {"step": steps},
@@ -119,14 +119,13 @@ def _write_ensemble(
 
 
 def _write_model(
-    path: Path, message: Mapping[str, Any], directory: Path, is_wanted: Callable[[str], bool]
+    path: Path, message: Mapping[str, Any], directory: Path, files: Iterable[str]
 ) -> None:
     """Write a Python model with the files of the model directory that it reads."""
     target = path / VERSION / "model"
     target.mkdir(parents=True)
     shutil.copy(Path(__file__).with_name("model_file.py"), path / VERSION / "model.py")
-    manifest = Manifest.read(directory)
-    for file in [MANIFEST, *filter(is_wanted, manifest.files)]:
+    for file in (MANIFEST, *files):
         (target / file).parent.mkdir(exist_ok=True)
         # Linked, as nothing ever changes it, or copied to another file system.
         try:
@@ -183,18 +182,10 @@ def _parameters(config: TritonConfig, part: str, manifest: Manifest) -> dict[str
     return facts | {IDENTITY: manifest.identity}
 
 
-def _numerical(manifest: Manifest) -> list[dict[str, Any]]:
-    if not manifest.numerical:
-        return []
-    return [_tensor(NUMERICAL, "TYPE_FP32", [len(manifest.numerical)])]
-
-
-def _ids(manifest: Manifest) -> list[dict[str, Any]]:
-    kind = "TYPE_INT32" if manifest.has_short_ids else "TYPE_INT64"
-    fixed = [_tensor(IDS, kind, [manifest.id_columns])] if manifest.fixed else []
-    ragged = [_tensor(feature.name, kind, [-1]) for feature in manifest.ragged]
-    numbers = [name for sequence in manifest.sequences for name in sequence.numbers]
-    return [*fixed, *ragged, *(_tensor(name, "TYPE_FP32", [-1]) for name in numbers)]
+def _features(manifest: Manifest) -> list[dict[str, Any]]:
+    return [
+        _tensor(of["name"], f"TYPE_{of['datatype']}", of["shape"][1:]) for of in manifest.inputs
+    ]
 
 
 def _scores(manifest: Manifest) -> list[dict[str, Any]]:

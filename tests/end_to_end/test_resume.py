@@ -31,9 +31,9 @@ from nn.build import open_source
 from nn.checkpoint.directory import _crc32, list_checkpoints, read_facts
 from nn.distributed.process_group import Ranks
 from nn.library.loaded_run import Run
+from nn.modes.train import train as train_run
 from nn.observability import run_directory
 from nn.resume import ResumePoint, finished_run, named_resume_point
-from nn.run import run
 from nn.saved_config import config_of
 from nn.session import _complete_results
 from tests.helpers.command import Ended, run_command
@@ -92,7 +92,7 @@ def train_case(recipe: str, rule: str, run_dir: Path, kill_at: int | None) -> No
         nullcontext() if kill_at is None else killed_at(kill_at),
         redirect_stdout(io.StringIO()),
     ):
-        run(config, "")
+        train_run(config, "")
 
 
 @cache

@@ -23,7 +23,7 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from main import _end
 from nn.checkpoint import state as checkpoint
-from nn.checkpoint.tensor_index import INDEX_FILE, blocks, read_index
+from nn.checkpoint.tensor_index import INDEX_FILE, read_index
 from nn.export.tables import ExportFormat, export_tables
 from tests.helpers.command import ROOT, run_command, start_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu, table_map
@@ -173,7 +173,7 @@ def test_an_invalid_index_is_refused(saved, change):
 def test_a_chunk_beyond_the_end_of_its_file_is_refused(saved):
     edit(saved, lambda tensor: tensor["chunks"][0].update(start=10**12))
     with pytest.raises(ValueError, match="truncated"):
-        list(blocks(read_index(saved).tensors["tables.cat_0.weight"]))
+        list(read_index(saved).tensors["tables.cat_0.weight"].blocks())
 
 
 def test_a_nested_index_does_not_exhaust_the_stack(saved):

@@ -22,8 +22,8 @@ from nn.distributed.process_group import ranks_from_environment
 from nn.export import __main__ as export_command
 from nn.models.dcnv2 import DCNv2Options
 from nn.models.dlrm import DLRMOptions
+from nn.modes.plan import show_plan
 from nn.resume import ResumePoint
-from nn.run import run
 from preproc import __main__ as preproc_command
 from tests.fuzz.harness import Fuzzer
 from tests.fuzz.mutations import FLOATS, HOSTILE_TEXTS, INTEGERS
@@ -203,7 +203,7 @@ def _values_of(kind: Any) -> st.SearchStrategy[str]:
 def _checked(config: Config, config_yaml: str) -> None:
     """Do what a training does before it has a process group, on the built-in clicks; or plan."""
     if config.mode is Mode.plan:
-        run(config, config_yaml)
+        show_plan(config, config_yaml)
         return
     source = open_source(config)
     ranks = ranks_from_environment("cpu")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from nn.checkpoint.tensor_index import INDEX_FILE
+from nn.modes.train import train as train_run
 from nn.observability.records import read_run
 from nn.plots.curves import draw_curves
-from nn.run import run
 from tests.fuzz.commands import as_export, as_recipe
 from tests.fuzz.harness import Fuzzer
 from tests.fuzz.mutations import (
@@ -73,7 +73,7 @@ def train(run_dir: Path, *more: str) -> None:
     config = compose_config(*options)
     text = OmegaConf.to_yaml(compose_with_hydra(*options), resolve=True)
     with patch("nn.observability.run_directory.draw_curves"):
-        run(config, text)
+        train_run(config, text)
 
 
 def _make_run(run_dir: Path) -> Run:

@@ -19,12 +19,13 @@ import yaml
 from configs.schema import DayToTrain
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.directory import read_facts, step_of
-from nn.checkpoint.tensor_index import blocks, read_index
+from nn.checkpoint.tensor_index import read_index
 from nn.deltas.delta import read_delta
 from nn.library.loaded_run import Run
+from nn.modes.evaluate import evaluate
+from nn.modes.train import train as train_run
 from nn.observability.records import read_restarts, read_run
 from nn.observability.run_lock import RunLock
-from nn.run import run
 from status.run_status import read_status
 from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config
@@ -88,7 +89,7 @@ def train(data: Path, run_dir: Path, kill_at: int | None, *options: str) -> None
         nullcontext() if kill_at is None else killed_at(kill_at),
         redirect_stdout(io.StringIO()),
     ):
-        run(replace(config, run_dir=str(run_dir), data=placed, day=day), "")
+        train_run(replace(config, run_dir=str(run_dir), data=placed, day=day), "")
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +172,7 @@ def test_a_day_is_scored_as_the_model_before_it_would(days, uninterrupted, tmp_p
         checkpoint=replace(config.checkpoint, restore=str(tmp_path / checkpoint.name)),
     )
     with redirect_stdout(io.StringIO()):
-        run(config, "")
+        evaluate(config, "")
     [scored] = [
         line for line in records(uninterrupted) if line.get("next_auc") and line["day"] == 2
     ]
@@ -191,7 +192,7 @@ def test_a_restored_checkpoint_of_a_later_day_resumes_at_its_place_in_that_day(
             nullcontext() if kill_at is None else killed_at(kill_at),
             redirect_stdout(io.StringIO()),
         ):
-            run(replace(config, run_dir=str(tmp_path / "run"), data=placed), "")
+            train_run(replace(config, run_dir=str(tmp_path / "run"), data=placed), "")
     last = f"checkpoints/step_{2 * STEPS_PER_DAY}"
     for file in (uninterrupted / last).iterdir():
         if file.name != "run.json":
@@ -351,7 +352,9 @@ def test_what_is_no_next_day_is_refused_in_one_line(days, tmp_path):
         train(days[1], run_dir, None, "optimizer.lr=0.02")
     other = compose_config(*OPTIONS)
     with pytest.raises(ValueError, match=r"is the day after that of .*set day=next"):
-        run(replace(other, run_dir=str(run_dir), data=replace(other.data, path=str(days[1]))), "")
+        train_run(
+            replace(other, run_dir=str(run_dir), data=replace(other.data, path=str(days[1]))), ""
+        )
     train(days[1], run_dir, None)
     with pytest.raises(ValueError, match="tables can only grow, not shrink"):
         train(shrunk(days, tmp_path / "shrunk"), run_dir, None)
@@ -431,4 +434,4 @@ def test_tables_in_host_memory_grow_too(days, tmp_path):
 
 def tensors_of(checkpoint: Path) -> dict[str, bytes]:
     index = read_index(checkpoint).tensors
-    return {name: b"".join(block.tobytes() for block in blocks(index[name])) for name in index}
+    return {name: b"".join(block.tobytes() for block in index[name].blocks()) for name in index}

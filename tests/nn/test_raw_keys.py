@@ -21,7 +21,7 @@ from dataloading.keys.described_keys import DescribedKeys
 from dataloading.keys.key_maps import KeyMaps
 from dataloading.keys.rekeyed import TableFullError
 from dataloading.loader import Loader, LoaderSettings
-from nn.checkpoint.tensor_index import blocks, read_index
+from nn.checkpoint.tensor_index import read_index
 from nn.distributed.sharded_tensor import local_tensors, pieces_of
 from nn.embedding.declared_tables import initial_bound
 from nn.export.tables import Selection, export_tables
@@ -337,8 +337,8 @@ def test_a_resumed_run_has_the_same_map_on_any_number_of_ranks(data, whole, tmp_
     on_ranks = read_index(tmp_path / "ranks" / last).tensors
     for name, tensor in read_index(whole / last).tensors.items():
         if name.startswith("keys."):
-            own = np.concatenate([*blocks(on_ranks[name])])
-            np.testing.assert_array_equal(own, np.concatenate([*blocks(tensor)]), err_msg=name)
+            own = np.concatenate([*on_ranks[name].blocks()])
+            np.testing.assert_array_equal(own, np.concatenate([*tensor.blocks()]), err_msg=name)
 
 
 def test_records_count_the_keys_that_come_and_go(data, whole):
@@ -465,7 +465,7 @@ def test_exported_tables_have_their_keys(whole, tmp_path):
     record = export_tables(step, tmp_path / "tables", Selection(optimizer=False))
     assert record["keys"] == ["keys.safetensors"]
     keys = load_file(tmp_path / "tables" / "keys.safetensors")["user.keys"]
-    stored = np.concatenate([*blocks(read_index(step).tensors["keys.user.keys"])])
+    stored = np.concatenate([*read_index(step).tensors["keys.user.keys"].blocks()])
     np.testing.assert_array_equal(keys, stored)
     assert np.count_nonzero(keys) == CAPACITY - 1
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from serving.manifest import Feature, Manifest, Output, describe_files
-from serving.raw_description import check_raw
+from serving.raw_description import ModelParts, check_raw
+from serving.raw_records import RawDescription
 
 
 def raw_manifest(spec: FeatureSpec, description: dict, directory: Path, output: str) -> Manifest:
@@ -30,5 +31,6 @@ def raw_manifest(spec: FeatureSpec, description: dict, directory: Path, output: 
         files=describe_files(directory),
     )
     features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
-    check_raw(manifest.raw, manifest.numerical, features, manifest.keys, manifest.files)
+    raw = RawDescription.of(manifest.raw)
+    check_raw(raw, manifest.numerical, ModelParts(features, manifest.keys, manifest.files, {}))
     return manifest

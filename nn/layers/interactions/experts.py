@@ -1,6 +1,7 @@
 """Experts, gates and towers of models with several tasks (MMoE, 10.1145/3219819.3220007; PLE, 10.1145/3383313.3412236)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,22 +14,15 @@ from nn.layers.mlp import MLP
 class Experts(nn.Module):
     """MLPs of the same widths with the same input.
 
-    I is `num_inputs`. E is `num_experts`. `widths`: of every expert, ReLU after each; the last is W.
+    I is `num_inputs`. E is `num_experts`. `widths`: of every expert, ReLU after each; the last is W. `rates`: as of `MLP`.
     """
 
     def __init__(
-        self,
-        num_inputs: int,
-        num_experts: int,
-        widths: Sequence[int],
-        *,
-        dropout: float = 0.0,
-        batch_norm: bool = False,
+        self, num_inputs: int, num_experts: int, widths: Sequence[int], **rates: Any
     ) -> None:
         super().__init__()
         self.experts = nn.ModuleList(
-            MLP(num_inputs, widths, final_activation=True, dropout=dropout, batch_norm=batch_norm)
-            for _ in range(num_experts)
+            MLP(num_inputs, widths, final_activation=True, **rates) for _ in range(num_experts)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,28 +49,15 @@ class Gate(nn.Module):
 class Towers(nn.Module):
     """A tower per task: an MLP that ends in the logit of the task.
 
-    I is `num_inputs`. T is `num_tasks`. `hidden`: widths of the hidden layers of every tower; may be empty.
+    I is `num_inputs`. T is `num_tasks`. `hidden`: widths of the hidden layers of every tower; may be empty. `rates`: as of `MLP`.
     """
 
     def __init__(
-        self,
-        num_inputs: int,
-        num_tasks: int,
-        hidden: Sequence[int],
-        *,
-        dropout: float = 0.0,
-        batch_norm: bool = False,
+        self, num_inputs: int, num_tasks: int, hidden: Sequence[int], **rates: Any
     ) -> None:
         super().__init__()
         self.towers = nn.ModuleList(
-            MLP(
-                num_inputs,
-                [*hidden, 1],
-                final_activation=False,
-                dropout=dropout,
-                batch_norm=batch_norm,
-            )
-            for _ in range(num_tasks)
+            MLP(num_inputs, [*hidden, 1], final_activation=False, **rates) for _ in range(num_tasks)
         )
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:

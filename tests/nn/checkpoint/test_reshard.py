@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nn.checkpoint import state as checkpoint
-from nn.checkpoint.tensor_index import blocks, read_index
+from nn.checkpoint.tensor_index import read_index
 from nn.distributed.process_group import process_group, ranks_from_environment
 from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.composed import TINY, build, compose_config
@@ -124,7 +124,7 @@ def move_all(directory: Path, worlds: list[int], moves: list[tuple], device: str
 def contents(path: Path, step: int = SAVED_AT) -> dict[str, np.ndarray]:
     """Return all tensors of a checkpoint."""
     return {
-        name: np.concatenate(list(blocks(tensor)))
+        name: np.concatenate(list(tensor.blocks()))
         for name, tensor in read_index(path / f"step_{step}").tensors.items()
     }
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nn.checkpoint import tensor_index
-from nn.checkpoint.tensor_index import Chunk, ChunkReader, StoredTensor, blocks
+from nn.checkpoint.tensor_index import Chunk, ChunkReader, StoredTensor
 
 
 @pytest.fixture
@@ -36,14 +36,14 @@ def test_chunks_of_any_shape_are_joined(tmp_path, small_blocks, block_bytes):
         for index, (row, column) in enumerate(product(rows, columns))
     ]
     stored = StoredTensor("float32", (30, 6), tuple(reversed(chunks)))
-    assert np.array_equal(np.concatenate(list(blocks(stored, block_bytes))), complete)
+    assert np.array_equal(np.concatenate(list(stored.blocks(block_bytes))), complete)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (0, 4), (3, 4, 2)])
 def test_tensors_of_any_shape_are_read(tmp_path, small_blocks, shape):
     array = np.arange(np.prod(shape, dtype=int), dtype="<i8").reshape(shape)
     chunk = written(tmp_path / "file", array, (0,) * len(shape), 0)
-    read = list(blocks(StoredTensor("int64", shape, (chunk,))))
+    read = list(StoredTensor("int64", shape, (chunk,)).blocks())
     assert sum(block.size for block in read) == array.size
     assert not read or np.array_equal(np.concatenate(read), np.atleast_1d(array))
 

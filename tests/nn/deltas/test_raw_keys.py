@@ -11,7 +11,7 @@ from configs.export_schema import ExportFormat
 from configs.schema import Component
 from configs.serving_schema import ModelExportConfig
 from nn.checkpoint.directory import list_checkpoints
-from nn.checkpoint.tensor_index import blocks, read_index
+from nn.checkpoint.tensor_index import read_index
 from nn.deltas.delta import read_delta
 from nn.deltas.table_rows import ChangedRows
 from nn.deltas.writer import DeltaWriter
@@ -55,7 +55,7 @@ def assert_replayed(run_dir: Path, room: Path, base: int, format: ExportFormat) 
 
 def keys_of(run_dir: Path, step: int) -> np.ndarray:
     stored = read_index(run_dir / f"checkpoints/step_{step}").tensors["keys.user.keys"]
-    return np.concatenate([*blocks(stored)])
+    return np.concatenate([*stored.blocks()])
 
 
 @pytest.mark.parametrize(("base", "format"), [(0, "npy"), (5, "safetensors"), (10, "npy")])

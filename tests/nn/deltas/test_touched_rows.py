@@ -11,7 +11,7 @@ import torch
 
 from configs.schema import Config
 from nn.checkpoint.directory import list_checkpoints
-from nn.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex, blocks, read_index
+from nn.checkpoint.tensor_index import Chunk, StoredTensor, TensorIndex, read_index
 from nn.deltas import writer
 from nn.deltas.delta import Delta, read_delta
 from nn.deltas.row_ids import decode_ids, encode_ids
@@ -109,8 +109,8 @@ def test_a_delta_holds_the_rows_that_were_looked_up(tmp_path, world_size, shardi
         ids = np.concatenate(list(decode_ids(delta.ids_of(table))))
         assert set(ids.tolist()) == wanted[table] | set(new), table
         assert len(ids) == change.touched
-        weight = np.concatenate(list(blocks(stored.tensors[f"tables.{table}.weight"])))
-        assert np.array_equal(np.concatenate(list(blocks(delta.rows_of(table)))), weight[ids])
+        weight = np.concatenate(list(stored.tensors[f"tables.{table}.weight"].blocks()))
+        assert np.array_equal(np.concatenate(list(delta.rows_of(table).blocks())), weight[ids])
         # On a base of the size before, without the rows of the delta, the chain makes the table.
         weight_before = weight[: grown.get(table, change.rows)].copy()
         weight_before[ids[ids < len(weight_before)]] = 0

@@ -176,6 +176,15 @@ def test_two_ranks_measure_what_one_does():
     assert [measured(), *run_distributed(measured, 2)] == pytest.approx([want] * 3)
 
 
+def test_a_fault_in_a_metric_of_the_project_is_not_called_the_users(monkeypatch):
+    def fails(rows: MeasuredRows) -> float:
+        raise TypeError("a fault of the project")
+
+    monkeypatch.setattr("nn.metrics.measures.log_loss", fails)
+    with pytest.raises(TypeError, match="a fault of the project"):
+        measured()
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [

@@ -9,11 +9,10 @@ import torch
 from configs.schema import TaskConfig
 from dataloading.dataset.row_columns import RowColumn
 from nn.layers.bce_loss import bce_loss_share
-from nn.models.metric import AUC, METRICS, Metric
+from nn.models.metric import AUC, METRICS, Metric, best_of
 from nn.models.tasks import (
     Task,
     auc_key,
-    best_metric,
     loss_share,
     metrics_of,
     tasks_of,
@@ -189,15 +188,15 @@ def test_records_and_terminal_have_the_metrics_of_the_tasks():
 
 def test_the_best_metric_is_the_first_unless_another_is_named():
     tasks = tasks_of([CLICK], further=["calibration"])
-    assert best_metric(tasks, None) == best_metric(tasks, "auc") == AUC
-    assert best_metric(tasks, "log_loss") == LOG_LOSS
+    assert best_of(metrics_of(tasks), None) == best_of(metrics_of(tasks), "auc") == AUC
+    assert best_of(metrics_of(tasks), "log_loss") == LOG_LOSS
     assert CALIBRATION in metrics_of(tasks)
     for name in ("ndcg", "calibration"):
         with pytest.raises(ValueError, match=rf"eval.best_metric={name} .*auc, log_loss"):
-            best_metric(tasks, name)
+            best_of(metrics_of(tasks), name)
     several = tasks_of([RATING, CLICK])
-    assert best_metric(several, None).key == "rmse.rating"
-    assert best_metric(several, "auc.click").test_key == "test_auc.click"
+    assert best_of(metrics_of(several), None).key == "rmse.rating"
+    assert best_of(metrics_of(several), "auc.click").test_key == "test_auc.click"
 
 
 def test_the_auc_of_a_run_is_the_named_or_the_first_one():

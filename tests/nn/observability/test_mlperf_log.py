@@ -16,8 +16,8 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.rcp_checker import rcp_checker
 
 from configs.schema import Config
+from nn.modes.train import train
 from nn.observability.mlperf_log import MlperfLog, now_ms, settings_of
-from nn.run import run
 from nn.training.limits import EvalSteps
 from tests.helpers.command import ROOT
 from tests.helpers.composed import compose_config
@@ -47,7 +47,7 @@ def start(run_dir: Path, *overrides: str, kill_at: int | None = None) -> str:
         nullcontext() if kill_at is None else killed_at(kill_at),
         redirect_stdout(printed),
     ):
-        run(config_of(f"run_dir={run_dir}", *overrides), "")
+        train(config_of(f"run_dir={run_dir}", *overrides), "")
     return printed.getvalue()
 
 
@@ -292,7 +292,7 @@ def test_a_run_of_hstu_writes_the_log(tmp_path):
         recipe="dlrm",
     )
     with patch("nn.observability.run_directory.draw_curves"), redirect_stdout(io.StringIO()):
-        run(config, "")
+        train(config, "")
     found = lines(tmp_path / "run" / "mlperf.log")
     assert found[-1]["metadata"]["status"] == "success"
     [accuracy] = [line for line in found if line["key"] == "eval_accuracy"]

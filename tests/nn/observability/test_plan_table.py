@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from configs.schema import ShardingConfig
 from nn.observability.plan_table import BesidePlan, print_plan
-from nn.planning.exchange import RankExchange, busiest_links
+from nn.planning.exchange import Link, busiest_links
 from nn.planning.plan import TablePlan
 
 MIB = 1 << 20
@@ -126,13 +125,19 @@ def test_sizes_are_in_gib_where_mib_have_six_digits():
 
 def test_what_is_sent_stands_below_the_plan_with_times_for_gpus():
     exchange = [
-        RankExchange({"ids": 1e6, "embeddings": 393e6}, {"ids": 0.0, "embeddings": 100e6}),
-        RankExchange({"ids": 2e6, "embeddings": 3e6}, {"ids": 50e6, "embeddings": 100e6}, 0, 1000),
+        (
+            Link("within a node", 0, {"ids": 1e6, "embeddings": 393e6}, 394, 0, 1),
+            Link("between nodes", 0, {"ids": 0.0, "embeddings": 100e6}, 50, 0, 2),
+        ),
+        (
+            Link("within a node", 1, {"ids": 2e6, "embeddings": 3e6}, 394, 0, 1),
+            Link("between nodes", 1, {"ids": 50e6, "embeddings": 100e6}, 50, 1000, 2),
+        ),
     ]
     texts = []
     for has_gpus in (True, False):
         console = console_of(200)
-        beside = BesidePlan(links=busiest_links(exchange, ShardingConfig()), has_gpus=has_gpus)
+        beside = BesidePlan(links=busiest_links(exchange), has_gpus=has_gpus)
         print_plan(console, [row("a", (0, 1), 4)], 2, beside)
         texts.append(" ".join(printed(console).split()))
     within = (

@@ -24,6 +24,7 @@ from nn.observability.run_directory import (
     SUMMARY_KEYS,
     RunDirectory,
     to_json_value,
+    write_plan,
 )
 from nn.planning.memory_estimate import RankMemory
 from nn.planning.plan import TablePlan
@@ -48,8 +49,8 @@ def strict_json(text: str):
 
 def test_metrics_open_with_the_environment_and_every_line_is_there_at_once(tmp_path):
     with open_recorder(tmp_path / "a" / "run") as recorder:
-        recorder.write_train(TRAIN)
-        recorder.write_test(TEST)
+        recorder.write("train", TRAIN)
+        recorder.write("test", TEST)
         lines = (tmp_path / "a" / "run" / "metrics.jsonl").read_text().splitlines()
     assert [strict_json(line) for line in lines] == [
         {"recipe": "dlrm"},
@@ -66,8 +67,7 @@ def test_numbers_keep_seven_digits_and_no_json_reader_meets_a_nan():
 
 def test_planned_memory_is_written_with_its_sum(tmp_path):
     terms = {field.name: index for index, field in enumerate(fields(RankMemory))}
-    with open_recorder(tmp_path) as recorder:
-        recorder.write_plan([], [RankMemory(**terms)])
+    write_plan(tmp_path, [], [RankMemory(**terms)])
     assert strict_json((tmp_path / "memory.json").read_text()) == [
         terms | {"total": sum(terms.values())}
     ]
@@ -76,7 +76,7 @@ def test_planned_memory_is_written_with_its_sum(tmp_path):
 def test_config_and_plan_are_written_as_given(tmp_path):
     row = TablePlan("cat_0", 1000, 128, 1.0, "column_wise", "fused", (0, 1), (256, 256))
     with open_recorder(tmp_path) as recorder:
-        recorder.write_plan([row], [])
+        write_plan(recorder.run_dir, [row], [])
     assert (tmp_path / "config.yaml").read_text() == "seed: 1\n"
     assert strict_json((tmp_path / "plan.json").read_text()) == [
         {
@@ -108,7 +108,7 @@ def test_config_and_plan_are_written_as_given(tmp_path):
 
 def test_the_end_leaves_a_summary_and_a_picture(tmp_path):
     with open_recorder(tmp_path) as recorder:
-        recorder.write_train(TRAIN)
+        recorder.write("train", TRAIN)
         recorder.finish(SUMMARY)
     summary = strict_json((tmp_path / "summary.json").read_text())
     assert summary == SUMMARY | {"step_ms": None}
@@ -123,7 +123,7 @@ def test_a_run_that_is_killed_while_it_draws_has_no_summary(tmp_path, monkeypatc
 
     monkeypatch.setattr("nn.observability.run_directory.draw_curves", end)
     with open_recorder(tmp_path) as recorder:
-        recorder.write_train(TRAIN)
+        recorder.write("train", TRAIN)
         with pytest.raises(KeyboardInterrupt):
             recorder.finish(SUMMARY)
     assert not (tmp_path / "summary.json").exists()
@@ -131,7 +131,7 @@ def test_a_run_that_is_killed_while_it_draws_has_no_summary(tmp_path, monkeypatc
 
 def test_curves_that_cannot_be_drawn_do_not_cost_the_summary(tmp_path, caplog):
     with open_recorder(tmp_path) as recorder:
-        recorder.write_train(TRAIN)
+        recorder.write("train", TRAIN)
         (tmp_path / ".curves.png.tmp").mkdir()
         recorder.finish(SUMMARY)
     assert (tmp_path / "summary.json").exists()
@@ -174,7 +174,7 @@ def test_undefined_predictions_replace_earlier_ones(tmp_path):
 
 def test_a_run_without_pictures_has_its_numbers(tmp_path):
     with open_recorder(tmp_path) as recorder:
-        recorder.write_train(TRAIN)
+        recorder.write("train", TRAIN)
         recorder.write_predictions(DESCRIBED)
         recorder.finish(SUMMARY, pictures=False)
     assert not list(tmp_path.glob("*.png"))
@@ -191,7 +191,7 @@ def test_a_run_without_records_has_no_picture(tmp_path):
 def test_a_run_that_breaks_off_leaves_its_records_and_no_summary(tmp_path):
     def run():
         with open_recorder(tmp_path) as recorder:
-            recorder.write_train(TRAIN)
+            recorder.write("train", TRAIN)
             raise RuntimeError("loss is nan")
 
     with pytest.raises(RuntimeError, match="loss is nan"):
@@ -220,9 +220,8 @@ def test_a_summary_without_one_of_its_keys_is_our_own_mistake(tmp_path, key):
 
 def test_other_ranks_write_nothing(tmp_path):
     with open_recorder(tmp_path / "run", rank=1) as recorder:
-        recorder.write_plan([], [])
-        recorder.write_train(TRAIN)
-        recorder.write_test(TEST)
+        recorder.write("train", TRAIN)
+        recorder.write("test", TEST)
         recorder.finish(SUMMARY)
     assert list(tmp_path.iterdir()) == []
 

@@ -9,7 +9,7 @@ import pytest
 
 from dataloading.dataset.durable_files import UnlockableError
 from nn.observability import run_lock
-from nn.observability.run_lock import RunLock, default_run_dir
+from nn.observability.run_lock import RunLock
 
 LOGGER = getLogger("test")
 
@@ -84,12 +84,23 @@ def test_two_runs_within_a_second_get_two_directories(tmp_path, monkeypatch):
 
 
 def test_a_name_that_another_run_has_taken_since_is_left_to_it(tmp_path, monkeypatch):
-    names = [tmp_path / "runs" / name for name in ("first", "first", "second")]
-    names[0].mkdir(parents=True)
-    monkeypatch.setattr(run_lock, "default_run_dir", lambda _: names.pop(0))
+    monkeypatch.chdir(tmp_path)
+    taken = []
+
+    class Taken(type(Path())):
+        """A path whose first directory is made by another run at the last moment."""
+
+        def mkdir(self, *arguments, **options):
+            if not options and not taken:
+                taken.append(self.name)
+                super().mkdir()
+            super().mkdir(*arguments, **options)
+
+    monkeypatch.setattr(run_lock, "Path", Taken)
     with RunLock(LOGGER) as lock:
-        assert lock.create_new("dlrm") == tmp_path / "runs" / "second"
-    assert default_run_dir("dlrm").parent == Path("runs/dlrm")
+        run_dir = lock.create_new("dlrm")
+    assert run_dir.parent == Path("runs/dlrm")
+    assert run_dir.name == f"{taken[0]}_2"
 
 
 def test_a_file_in_the_place_of_the_recipe_is_refused(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def run() -> None:
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
     from nn.ops.triton.mlp import _logit_forward, _relu_backward
     from nn.ops.triton.parameters import ALIGN, _cast
-    from nn.ops.triton.rows_at import _sum_of_rows
+    from nn.ops.triton.row_sums import _sum_of_rows
     from nn.ops.triton.served_lookup import _cold_rows, _served_lookup
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
 

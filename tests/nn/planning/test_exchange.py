@@ -6,9 +6,8 @@ from math import prod
 import pytest
 import torch.distributed as dist
 
-from configs.schema import ShardingConfig
 from nn.build import build_plan, hardware_of, open_source, planned_hardware
-from nn.planning.exchange import RankExchange, busiest_links, planned_exchange
+from nn.planning.exchange import Link, busiest_links, planned_exchange
 from nn.planning.memory_estimate import requests_of
 from nn.planning.plan import Hardware, TablePlan
 from tests.helpers.command import run_command
@@ -90,7 +89,7 @@ def _sent_by_a_step(built: Built, world_size: int) -> dict[str, list[int]]:
     return sent
 
 
-def planned(overrides: list[str], world_size: int, local_world_size: int) -> list[RankExchange]:
+def planned(overrides: list[str], world_size: int, local_world_size: int) -> list[list[Link]]:
     config = compose_config(*overrides)
     source = open_source(config)
     hardware = hardware_of(config, "cpu", world_size, local_world_size)
@@ -102,18 +101,18 @@ def planned(overrides: list[str], world_size: int, local_world_size: int) -> lis
 def test_the_collectives_send_what_is_planned(layout):
     overrides = [*SMALL, *LAYOUTS[layout]]
     asks = layout not in ("whole tables", "several ids", "halves of columns", "rows of 16 bits")
-    for rank, (sent, expected) in enumerate(
+    for rank, (sent, (within, between)) in enumerate(
         zip(run_distributed(sent_by_a_step, 2, overrides), planned(overrides, 2, 2), strict=True)
     ):
-        dense = expected.within["dense gradients"]
+        dense = within.sent["dense gradients"]
         # Of a ring of two, each sends all bytes once; one number more is summed with the gradients.
         assert dense == sent["all_reduce"][0] - 4
         # How many rows a rank asks for is expected, not known.
         tolerance = 0.15 if asks else 0
-        assert sum(expected.within.values()) - dense == pytest.approx(
+        assert within.num_bytes - dense == pytest.approx(
             sent["all_to_all"][1 - rank], rel=tolerance
         )
-        assert not any(expected.between.values())
+        assert not any(between.sent.values())
 
 
 @pytest.mark.parametrize("layout", ["vectors", "rows", "both"])
@@ -138,53 +137,50 @@ def test_nodes_send_what_is_planned(layout, way, monkeypatch):
         return [replace(asked, capacity=rows, merged=most) for asked, rows, most in sizes]
 
     monkeypatch.setattr("nn.planning.exchange.requests_of", measured)
-    for rank, (sent, expected) in enumerate(zip(counted, planned(overrides, 4, 2), strict=True)):
+    for rank, (sent, links) in enumerate(zip(counted, planned(overrides, 4, 2), strict=True)):
         to = sent["all_to_all"]
         own, others = rank ^ 1, [other for other in range(4) if other // 2 != rank // 2]
-        for link, count in (
-            (expected.within, to[own]),
-            (expected.between, sum(to[x] for x in others)),
-        ):
-            assert sum(link.values()) - link["dense gradients"] == count
+        counts = to[own], sum(to[x] for x in others)
+        for link, count in zip(links, counts, strict=True):
+            assert link.num_bytes - link.sent["dense gradients"] == count
         # In two hops, and of groups but ids of vectors, nothing goes to the other number of the other node.
         assert (to[3 - rank] == 0) == (has_two_hops or (has_groups and layout == "rows"))
         if not has_groups:
             messages = sent["messages"]
-            assert expected.messages_within == messages[own]
-            assert expected.messages_between == sum(messages[x] for x in others)
+            counts = messages[own], sum(messages[x] for x in others)
+            assert tuple(link.messages for link in links) == counts
 
 
 def test_all_bytes_of_nodes_with_one_rank_pass_between_nodes():
-    one_node, two_nodes = (planned(SMALL, 2, local) for local in (2, 1))
-    assert [rank.between for rank in two_nodes] == [rank.within for rank in one_node]
-    rates = ShardingConfig(within_us=1e-9, between_us=1e-9)
-    [fast], [slow] = (busiest_links(way, rates) for way in (one_node, two_nodes))
+    overrides = [*SMALL, "sharding.within_us=1e-9", "sharding.between_us=1e-9"]
+    one_node, two_nodes = (planned(overrides, 2, local) for local in (2, 1))
+    assert [between.sent for _, between in two_nodes] == [within.sent for within, _ in one_node]
+    [fast], [slow] = (busiest_links(way) for way in (one_node, two_nodes))
     assert (fast.name, slow.name) == ("within a node", "between nodes")
-    assert slow.num_bytes == fast.num_bytes == max(sum(rank.within.values()) for rank in one_node)
+    assert slow.num_bytes == fast.num_bytes == max(within.num_bytes for within, _ in one_node)
     assert slow.ms == pytest.approx(fast.ms * 394 / 50)
 
 
 def test_a_rank_sends_half_of_its_vectors_to_the_other_of_two_nodes():
     config = compose_config(*SMALL, "device=cuda", "sharding.hbm_gib=1", "train.amp=bf16")
     table = TablePlan("cat_0", 5000, 8, 1, "table_wise", "fused", (1,), (160_000,))
-    first, second, *others = planned_exchange(
-        config, open_source(config).spec, [table], Hardware("cuda", 4, 2, 2**30, 2**30)
+    first, second, *others = (
+        (within.sent, between.sent)
+        for within, between in planned_exchange(
+            config, open_source(config).spec, [table], Hardware("cuda", 4, 2, 2**30, 2**30)
+        )
     )
     batch, size = 64, 2 * 8
-    assert second.within | second.between == {
+    assert second[0] | second[1] == {
         **{"ids": 0, "embeddings": 2 * batch * size, "gradients": 0},
-        "dense gradients": second.between["dense gradients"],
+        "dense gradients": second[1]["dense gradients"],
     }
-    assert (second.within["embeddings"], second.between["embeddings"]) == (
-        batch * size,
-        2 * batch * size,
-    )
-    assert first.within["gradients"] == batch * size
-    assert first.within["ids"] == 4 * batch
-    assert [other.between["gradients"] for other in others] == [batch * size] * 2
+    assert [sent["embeddings"] for sent in second] == [batch * size, 2 * batch * size]
+    assert first[0]["gradients"] == batch * size
+    assert first[0]["ids"] == 4 * batch
+    assert [between["gradients"] for _, between in others] == [batch * size] * 2
     # A ring of four passes one of two hops on to the other node.
-    dense = first.within["dense gradients"] + first.between["dense gradients"]
-    assert first.between["dense gradients"] == dense / 2
+    assert first[0]["dense gradients"] == first[1]["dense gradients"]
 
 
 def test_nothing_is_sent_alone():
@@ -192,22 +188,23 @@ def test_nothing_is_sent_alone():
     source, hardware = open_source(config), planned_hardware(config)
     _, rows = build_plan(config, source, hardware)
     [alone] = planned_exchange(config, source.spec, rows, hardware)
-    assert not any([*alone.within.values(), *alone.between.values()])
-    assert busiest_links([alone], config.sharding) == []
+    assert [link.num_bytes for link in alone] == [0, 0]
+    assert busiest_links([alone]) == []
 
 
 def test_owners_of_one_shard_exchange_gradients_between_groups():
     config = compose_config(*SMALL, "device=cuda", "sharding.hbm_gib=1", "train.amp=bf16")
     table = TablePlan("cat_0", 5000, 8, 1, "table_wise", "fused", (1,), (160_000,))
     hardware = Hardware("cuda", 4, 2, 2**30, 2**30, group_size=2)
-    first, second, third, _ = planned_exchange(config, open_source(config).spec, [table], hardware)
+    links = planned_exchange(config, open_source(config).spec, [table], hardware)
+    first, second, third, _ = ((within.sent, between.sent) for within, between in links)
     batch, size = 64, 2 * 8
-    assert second.within["embeddings"] == batch * size
-    assert second.between["embeddings"] == second.within["gradients"] == 0
-    assert second.between["gradients"] == 2 * batch * size
-    assert first.within["gradients"] == third.within["gradients"] == batch * size
-    assert first.between["gradients"] == third.between["gradients"] == 0
-    assert first.within["ids"] == first.between["ids"] == 4 * batch
+    assert second[0]["embeddings"] == batch * size
+    assert second[1]["embeddings"] == second[0]["gradients"] == 0
+    assert second[1]["gradients"] == 2 * batch * size
+    assert first[0]["gradients"] == third[0]["gradients"] == batch * size
+    assert first[1]["gradients"] == third[1]["gradients"] == 0
+    assert first[0]["ids"] == first[1]["ids"] == 4 * batch
 
 
 def test_the_plan_of_several_nodes_compares_one_group_with_a_group_a_node():

@@ -27,6 +27,7 @@ from nn.models.registry import build_meta
 from nn.modes.plan import fitting_chunks
 from nn.planning.memory_estimate import RankMemory, plan_memory, requests_of, update_bytes
 from nn.planning.plan import Hardware, TablePlan
+from nn.sharding.local_ids import Capacity
 from nn.sharding.merged_rows import RowSums
 from nn.sharding.sharded_lookup import ShardedLookup, _ById
 from nn.training.dense_optimizer import dense_rule
@@ -308,6 +309,7 @@ def launched(step: TrainStep, batch_size: int) -> tuple[int, int, int]:
     static = ShardedLookup(
         step.tables.rank_tables,
         batch_size,
+        Capacity(),
         replicated_gradients=[torch.empty(shape) for shape in step.tables.replicated_shapes],
         prefix_columns=0,
     )

@@ -25,6 +25,7 @@ from nn.embedding.optimizer import TableRule, table_rule
 from nn.planning.plan import Hardware, TablePlan, lookups_by_rank
 from nn.planning.planner import plan_tables
 from nn.planning.table_sizes import table_bytes
+from nn.tiers.traffic import IdTraffic, power_law_share
 from tests.helpers.composed import TINY, compose_config, losses_of_cases
 from tests.helpers.datasets import synthetic_source
 
@@ -72,8 +73,21 @@ def plan_of(
     hardware = Hardware(
         device, world_size, local, memory if on_gpu else 0, 512 * GIB if on_gpu else memory * local
     )
+    rows_of_table = {table.name: table.num_embeddings for table in tables}
+
+    def traffic_of(name: str) -> IdTraffic:
+        return IdTraffic(power_law_share(rows_of_table[name], 0.0), rows_of_table[name])
+
     return plan_tables(
-        tables, spec, ShardingConfig(**sharding), rule, hardware, batch_size, expansion_bytes or {}
+        tables,
+        spec,
+        ShardingConfig(**sharding),
+        rule,
+        hardware,
+        batch_size,
+        expansion_bytes or {},
+        3 * batch_size,
+        traffic_of,
     )
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nn.checkpoint.tensor_index import SPARSE_FORMAT, blocks, read_index
+from nn.checkpoint.tensor_index import SPARSE_FORMAT, read_index
 from nn.embedding.pretrained import FileRows
 from nn.tiers import table_file
 from tests.helpers.command import run_command
@@ -41,7 +41,7 @@ def on_disk(directory: Path) -> list[str]:
 
 def checkpoint_of(run: Path, step: int) -> dict[str, np.ndarray]:
     tensors = read_index(run / "checkpoints" / f"step_{step}").tensors
-    return {name: np.concatenate([*blocks(tensor)]) for name, tensor in tensors.items()}
+    return {name: np.concatenate([*tensor.blocks()]) for name, tensor in tensors.items()}
 
 
 def same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:

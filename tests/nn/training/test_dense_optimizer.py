@@ -9,7 +9,6 @@ from configs.schema import OptimizerConfig, OptimizerName
 from nn.training.dense_optimizer import (
     DenseRule,
     DenseUpdate,
-    build_dense_optimizer,
     check_dense_rule,
     dense_rule,
 )
@@ -154,7 +153,7 @@ def test_the_state_is_what_the_memory_estimate_counts():
         config = compose_config(*overrides).effective_optimizer
         weight = torch.nn.Parameter(torch.ones(2, 3))
         weight.grad = torch.ones_like(weight)
-        optimizer = build_dense_optimizer([weight], config)
+        optimizer = dense_rule(config).build([weight], config)
         optimizer.step()
         states = [value for value in optimizer.state[weight].values() if value.numel() == 6]
         assert len(states) == dense_rule(config).states_per_weight

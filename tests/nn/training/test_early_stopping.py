@@ -12,7 +12,7 @@ import pytest
 
 from configs.schema import Config
 from nn.checkpoint.directory import list_checkpoints, step_of
-from nn.run import run
+from nn.modes.train import train
 from nn.training.limits import early_stop
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config
@@ -38,7 +38,7 @@ def start(run_dir: Path, kill_at: int | None = None, *overrides: str) -> None:
         nullcontext() if kill_at is None else killed_at(kill_at),
         redirect_stdout(io.StringIO()),
     ):
-        run(config_of(run_dir, *overrides), "")
+        train(config_of(run_dir, *overrides), "")
 
 
 def evaluations(run_dir: Path) -> list[tuple[int, float]]:

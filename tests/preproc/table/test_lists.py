@@ -106,7 +106,7 @@ def served(root: Path, data: Path, rows: int):
     spec, directory = FeatureSpec.load(data), root / f"model_of_{data.name}"
     directory.mkdir()
     description = write_raw_values(directory, str(data), spec, {})
-    raw = RawValues.load(directory, raw_manifest(spec, description, directory, "y"))
+    raw = RawValues.load(directory, raw_manifest(spec, description, directory, "y"), {})
     lists = [[*(LISTS[i % 8] or []), None, None, None][:3] for i in range(rows)]
     inputs = {
         "tags": [TAGS[i % 8] for i in range(rows)],

@@ -118,7 +118,7 @@ def test_a_server_takes_integers_for_integers_only(tmp_path):
         model.mkdir()
         spec = FeatureSpec.load(data)
         description = write_raw_values(model, str(data), spec, {})
-        raw = RawValues.load(model, raw_manifest(spec, description, model, "y"))
+        raw = RawValues.load(model, raw_manifest(spec, description, model, "y"), {})
         texts = [str(item) for item in items.slice(0, 3).to_pylist()]
         assert raw.rows({"item": texts}, {"item": (3,)}, 3).ids.tolist() == [[1], [2], [3]]
         numbers = {"item": np.array([100, 101, 102])}

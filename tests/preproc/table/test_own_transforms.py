@@ -6,11 +6,12 @@ import duckdb
 import numpy as np
 import pytest
 
-from configs.table_schema import Numerical, arguments_of
+from configs.table_schema import Label, Numerical, TableConfig, arguments_of
 from configs.transforms import TRANSFORMS, Transform
 from preproc.table.expressions import double, transformed
-from serving.exporting.raw_values import _numerical
+from serving.exporting.raw_values import _Inputs, _numerical
 from serving.raw_description import _check_numerical
+from serving.raw_records import RawNumber
 from tests.helpers.command import run_command, run_module
 from tests.helpers.preproc_command import Refused
 from tests.preproc.table.test_pipeline import build
@@ -100,14 +101,18 @@ def test_a_server_imports_nothing_that_a_model_names():
         "fitted": [[]],
     }
     with pytest.raises(ValueError, match=r"want one of fill, clip, log, minmax, standardise$"):
-        _check_numerical(feature, {"age": 1})
+        _check_numerical(RawNumber(**feature), {"age": 1})
     assert "roots_of_a_user" not in sys.modules
+
+
+def no_inputs() -> _Inputs:
+    return _Inputs(None, TableConfig(sources={}, label=[Label()]), {})
 
 
 def test_an_export_for_raw_values_is_refused():
     feature = Numerical(name="age", transforms=[{"roots_of_a_user:ROOT": 3}])
     with pytest.raises(ValueError, match="'age' is not built in"):
-        _numerical(feature, None, {}, {})
+        _numerical(feature, no_inputs())
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -129,8 +134,8 @@ def test_a_built_in_one_without_python_is_refused_for_raw_values(monkeypatch):
     """Not served as another one."""
     monkeypatch.setitem(TRANSFORMS, "cube", Transform(sql=lambda x: f"power({x}, 3)"))
     with pytest.raises(ValueError, match="the transform cube of 'age' is not built in with its"):
-        _numerical(Numerical(name="age", transforms=["cube"]), None, {}, {})
-    feature = {"name": "age", "column": "age", "transforms": ["cube"], "fitted": [[]]}
+        _numerical(Numerical(name="age", transforms=["cube"]), no_inputs())
+    feature = RawNumber(name="age", column="age", transforms=["cube"], fitted=[[]])
     with pytest.raises(ValueError, match="got transform 'cube', want one of fill, clip"):
         _check_numerical(feature, {"age": 1})
     monkeypatch.setitem(TRANSFORMS, "cube", Transform(sql=str, python=list))

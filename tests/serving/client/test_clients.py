@@ -2,7 +2,9 @@
 
 import asyncio
 import csv
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +14,13 @@ from configs.serving_schema import AccuracyConfig, LatencyConfig
 from nn.build import open_source
 from nn.metrics.ranking import roc_auc
 from serving.client.accuracy import evaluate, lines
-from serving.client.connection import Address, Connection
+from serving.client.connection import Address, Connection, Reply
+from serving.client.dataset_requests import EncodedRequest
 from serving.client.latency import measure
 from serving.client.latency_picture import draw
 from serving.client.load import Body, closed_load
 from serving.client.results import write_csv
+from serving.client.shared_memory import shared_bodies
 from serving.http_address import authority
 from tests.helpers.composed import compose_config, ranks_of_cpu
 from tests.helpers.datasets import write_clicks
@@ -128,3 +132,30 @@ def test_refused_requests_are_counted_with_their_reason(served):
     assert not measured.latencies
     assert measured.failed > 0
     assert measured.error == "400, want a list of inputs"
+
+
+def test_shared_inputs_lie_where_the_requests_say(monkeypatch):
+    paths = []
+
+    async def call(self, path: str, body: bytes | None = None) -> Reply:
+        paths.append(path.rpartition("/")[2])
+        return Reply(200, {}, b"")
+
+    async def read() -> list[dict[str, np.ndarray]]:
+        found = []
+        async with shared_bodies(Address("triton", 8000), requests) as bodies:
+            for entry in (entry for body in bodies for entry in json.loads(body.content)["inputs"]):
+                region, size, offset = entry["parameters"].values()
+                data = Path("/dev/shm", region).read_bytes()[offset : offset + size]
+                dtype = {"FP32": "<f4", "INT32": "<i4"}[entry["datatype"]]
+                array = np.frombuffer(data, dtype).reshape(entry["shape"])
+                found.append((entry["name"], array.tolist()))
+        return found
+
+    monkeypatch.setattr(Connection, "call", call)
+    numbers, ids = np.float32([[0.5], [2]]), np.int32([[1, 2], [3, 4]])
+    inputs = [{"numerical": numbers, "ids": ids}, {"numerical": -numbers, "ids": 9 * ids}]
+    requests = [EncodedRequest(2, b"", 0, of) for of in inputs]
+    wanted = [(name, array.tolist()) for of in inputs for name, array in of.items()]
+    assert asyncio.run(read()) == wanted
+    assert paths == ["register", "unregister"]

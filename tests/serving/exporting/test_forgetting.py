@@ -16,12 +16,13 @@ from configs.serving_schema import ForgetConfig, TableType
 from dataloading.dataset.durable_files import edited_copy, exclusive, lock_directory
 from nn.checkpoint import forgetting as forgetting_of_rows
 from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
-from nn.checkpoint.tensor_index import Chunk, StoredTensor, blocks, read_index
+from nn.checkpoint.tensor_index import Chunk, StoredTensor, read_index
 from nn.export.tables import Selection, export_tables
 from preproc.forgetting import ids_of
 from preproc.vocabulary_file import check_vocabulary
 from serving.exporting.applied import apply_deltas
 from serving.forget import run as forget
+from serving.inference.key_rows import load_key_rows
 from serving.inference.model import ServedModel
 from serving.inference.tables import MappedTable
 from serving.inference.versions import Versions
@@ -50,7 +51,7 @@ def served(data, tmp_path) -> Path:
 
 
 def array(directory: Path, name: str) -> np.ndarray:
-    return np.concatenate([*blocks(read_index(directory).tensors[name])])
+    return np.concatenate([*read_index(directory).tensors[name].blocks()])
 
 
 def forgetting(root: Path, values: list, *directories: Path, feature: str = "user") -> int:
@@ -95,9 +96,9 @@ def test_keys_leave_checkpoints_models_and_the_deltas_that_follow(data, served, 
             assert not after[rows].any(), name
     np.testing.assert_array_equal(array(last, "tables.user.weight")[others], weights[others])
     assert versions.update()
-    model = ServedModel.load(served / "models/1")
-    assert not model.keys["user"].rows(gone).any()
-    assert model.keys["user"].rows(before[others][before[others] != 0]).all()
+    keys = load_key_rows(served / "models/1", Manifest.read(served / "models/1"))["user"]
+    assert not keys.rows(gone).any()
+    assert keys.rows(before[others][before[others] != 0]).all()
 
     shutil.rmtree(served / "run/deltas")
     # Left by a killed run, and damaged: said, and no reason to leave the others as they are.
@@ -314,7 +315,8 @@ def test_links_and_what_killed_calls_left_are_followed(served):
     assert forgetting(served, gone.tolist(), *where) == 0
     assert (served / "link").is_symlink()
     assert not np.isin(array(last, "keys.user.keys"), gone).any()
-    assert not ServedModel.load(served / "models/1").keys["user"].rows(gone).any()
+    keys = load_key_rows(served / "models/1", Manifest.read(served / "models/1"))["user"]
+    assert not keys.rows(gone).any()
     assert not [*served.rglob("*.partial-*"), *served.rglob("*.replaced-*")]
 
 

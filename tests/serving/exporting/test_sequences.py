@@ -15,7 +15,8 @@ import pytest
 from configs.serving_schema import Device, Layout, TableType, TritonConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
-from serving.client.dataset_requests import RequestEncoder, read_rows
+from dataloading.dataset.source import read_with_keys
+from serving.client.dataset_requests import RequestEncoder
 from serving.exporting.proof_rows import read_proof_rows
 from serving.gpu.model import GpuModel
 from serving.inference.model import ServedModel
@@ -128,7 +129,7 @@ def test_the_server_answers_with_the_scores(cases, requests, tmp_path):
         metadata = json.loads(body)
         assert [of["max_length"] for of in metadata["parameters"]["sequences"]] == [LONGEST] * 2
         source = open_dataset(FeatureSpec.load(cases.data))
-        columns = read_rows(source, "test", 0, ROWS["test"])
+        columns = read_with_keys(source, "test", np.array([[0, ROWS["test"]]]))
         request = RequestEncoder(metadata, source.spec).encode(columns)
         header = {"Inference-Header-Content-Length": str(request.header_length)}
         status, body = client.call("/v2/models/din/infer", request.body, header)

@@ -7,7 +7,15 @@ from serving.gpu.inputs import InputLayout
 from serving.gpu.model import padded_sizes
 from serving.gpu.tables import hot_rows
 from serving.inference.model_rows import RaggedIds, Rows
+from serving.manifest import Feature, Manifest
 from tests.serving.handmade_model import TABLES
+
+
+def layout_of(num_rows: int, *ragged: str, keep_rate: str | None = None) -> InputLayout:
+    features = [Feature("fixed", 9, 2), *(Feature(name, 200, None) for name in ragged)]
+    values = {"name": "m", "model": "m", "outputs": [], "tables": [], "dtype": "fp32"}
+    values |= {"numerical": ["a"], "categorical": features, "keep_rate": keep_rate}
+    return InputLayout(Manifest(**values), num_rows)
 
 
 def test_small_tables_are_complete_before_large_ones():
@@ -24,7 +32,7 @@ def test_small_tables_are_complete_before_large_ones():
 
 
 def test_padded_rows_look_up_id_0_and_no_ragged_ids():
-    layout = InputLayout(4, 1, 2, False, ("r",))
+    layout = layout_of(4, "r")
     block = torch.full((layout.first_value + 3,), 99, dtype=torch.int32)
     ragged = {"r": RaggedIds(torch.tensor([7, 8, 9]), torch.tensor([1, 2]))}
     rows = Rows(torch.zeros(2, 1), torch.tensor([[1, 2], [3, 4]]), ragged)
@@ -36,7 +44,7 @@ def test_padded_rows_look_up_id_0_and_no_ragged_ids():
 
 
 def test_parts_lie_in_a_block_as_their_joined_rows_do():
-    layout = InputLayout(8, 1, 2, True, ("r", "s"))
+    layout = layout_of(8, "r", "s", keep_rate="rate")
     parts = []
     for seed, count in enumerate((2, 1, 3)):
         ids = {

@@ -80,7 +80,7 @@ HOSTILE = {
     "an output twice": (in_manifest("d['outputs'][1]['name'] = 'click'"), "different names"),
     "many ids per row": (
         in_manifest("d['categorical'][0]['hotness'] = 2**40"),
-        "of at most 1,048,5",
+        "hotness: got .*, want a whole number",
     ),
     "many buckets": (
         in_manifest("c[4] |= {'buckets': 10**9, 'vocabulary': None}"),
@@ -105,7 +105,10 @@ HOSTILE = {
         "malformed|KeyError|'y'",
     ),
     "several ids of one value": (in_manifest("c[1]['separator'] = ''"), "want hotness 1 without"),
-    "a separator that is none": (in_manifest("c[1]['separator'] = 5"), "of one kind"),
+    "a separator that is none": (
+        in_manifest("c[1]['separator'] = 5"),
+        "separator: got 5, want text",
+    ),
     "features in another order": (
         in_manifest("c[0], c[4] = c[4], c[0]"),
         "the features of the model",
@@ -115,7 +118,25 @@ HOSTILE = {
         "want the numerical features of the model",
     ),
     "no raw feature": (in_manifest("raw['categorical'] = []"), "want the features of the model"),
-    "raw is a list": (in_manifest("d['raw'] = [1]"), "want an object or null"),
+    "no hotness": (
+        in_manifest("del d['categorical'][0]['hotness']"),
+        "categorical.0.: got no hotness",
+    ),
+    "no column": (in_manifest("del c[0]['column']"), "categorical.0.: got no column"),
+    "a source of texts": (in_manifest("d['source'] = ['a']"), "source: got .*, want a mapping"),
+    "a table that is a text": (
+        in_manifest("d['tables'][0] = 'a'"),
+        "tables.0.: got 'a', want a map",
+    ),
+    "another pooling": (
+        in_manifest("d['tables'][0]['pooling'] = 'max'"),
+        "want one of sum, mean, none",
+    ),
+    "half a row": (
+        in_manifest("d['tables'][0]['rows'] = 0.5"),
+        "rows: got 0.5, want a whole number",
+    ),
+    "raw is a list": (in_manifest("d['raw'] = [1]"), "raw values: got .1., want a mapping"),
     "statistics of NaN": (
         in_manifest("raw['numerical'][0]['fitted'][0][1] = nan"),
         "finite numbers",

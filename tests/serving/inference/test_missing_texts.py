@@ -151,7 +151,7 @@ def served(root: Path, directory: Path) -> RawValues:
     directory.mkdir()
     spec = FeatureSpec.load(root)
     description = write_raw_values(directory, str(root), spec, {})
-    return RawValues.load(directory, raw_manifest(spec, description, directory, "y"))
+    return RawValues.load(directory, raw_manifest(spec, description, directory, "y"), {})
 
 
 def scored(raw: RawValues, columns: dict) -> dict[str, list]:

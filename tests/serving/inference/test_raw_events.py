@@ -15,7 +15,8 @@ from preproc.raw_tables import RawTables
 from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues
 from serving.inference.requests import InputError
-from serving.raw_description import check_raw, inputs_of
+from serving.raw_description import ModelParts, check_raw
+from serving.raw_records import RawDescription
 from tests.helpers.preproc_command import preproc
 from tests.serving.raw_manifest import raw_manifest
 
@@ -76,7 +77,7 @@ def data(rows, tmp_path_factory) -> Path:
 def raw(data, tmp_path_factory) -> RawValues:
     directory, spec = tmp_path_factory.mktemp("model"), FeatureSpec.load(data)
     description = write_raw_values(directory, str(data), spec, {})
-    return RawValues.load(directory, raw_manifest(spec, description, directory, "click"))
+    return RawValues.load(directory, raw_manifest(spec, description, directory, "click"), {})
 
 
 def inputs_for(raw: RawValues, rows: list[list[str]], first: int) -> tuple[dict, dict]:
@@ -85,7 +86,7 @@ def inputs_for(raw: RawValues, rows: list[list[str]], first: int) -> tuple[dict,
     events = [[e for e in rows if e[1] == row["user"]] for row in scored]
     width = max(map(len, events))
     inputs, shapes = {}, {}
-    for name, size in inputs_of(raw._manifest.raw).items():
+    for name, size in raw.inputs.items():
         column = name.rpartition("_")[2]
         inputs[name] = [row[column] for row in scored]
         if size == 2:
@@ -113,7 +114,7 @@ def test_events_are_those_of_preprocessing(data, raw, rows):
     assert names == ["seen_price", "seen_bought", "seen_time", "bought_time"]
     for name, numbers in zip(names, wanted.events, strict=True):
         np.testing.assert_array_equal(got.numbers[name].values.numpy(), numbers, err_msg=name)
-    assert len(raw.describe_inputs()) == len(inputs_of(raw._manifest.raw)) == 12
+    assert len(raw.describe_inputs()) == len(raw.inputs) == 12
 
 
 def test_tables_of_rows_and_events_become_those_of_preprocessing(data, raw, rows):
@@ -175,9 +176,9 @@ def test_tables_of_rows_and_events_become_those_of_preprocessing(data, raw, rows
     ],
 )  # fmt: skip
 def test_bad_events_are_refused_on_one_line(change, message, raw):
-    inputs: dict = {n: ["1"] for n in inputs_of(raw._manifest.raw)} | change
+    inputs: dict = {n: ["1"] for n in raw.inputs} | change
     inputs = {name: values for name, values in inputs.items() if values is not None}
-    shapes = {n: (1, len(v))[: inputs_of(raw._manifest.raw)[n]] for n, v in inputs.items()}
+    shapes = {n: (1, len(v))[: raw.inputs[n]] for n, v in inputs.items()}
     with pytest.raises(InputError, match=f"^{re.escape(message)}") as refused:
         raw.rows(inputs, shapes, 1)
     assert "\n" not in str(refused.value)
@@ -186,7 +187,7 @@ def test_bad_events_are_refused_on_one_line(change, message, raw):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"length": 0}, "sequence 'seen': got 0, want a positive length"),
+        ({"length": 0}, "'seen': length: got 0, want a whole number, 1 to"),
         ({"moment": "nothing(time)"}, "function nothing"),
         ({"events.times": {}}, "want the columns of expressions"),
         ({"events.filter": "getenv(action)"}, "function getenv"),
@@ -194,7 +195,7 @@ def test_bad_events_are_refused_on_one_line(change, message, raw):
         ({"events.categorical": []}, "want ragged features"),
         (
             {"events.sequences": [{"moment": "1) AS v0; SELECT (1"}]},
-            "want events without sequences of their own",
+            "events.sequences: no such key",
         ),
         ({"name": "other"}, "sequences: got ['bought', 'other'], want all of the model"),
     ],
@@ -209,10 +210,10 @@ def test_a_description_of_events_that_anybody_may_have_written_is_checked(change
     groups = {
         "seen": ["seen_item", "seen_place", "seen_kind", "seen_price", "seen_bought", "seen_time"]
     }
-    parts = ([], features, manifest.keys, manifest.files, groups)
-    check_raw(manifest.raw, *parts)
+    parts = ([], ModelParts(features, manifest.keys, manifest.files, groups))
+    check_raw(RawDescription.of(manifest.raw), *parts)
     with pytest.raises((ValueError, LookupError), match=re.escape(message)):
-        check_raw(description, *parts)
+        check_raw(RawDescription.of(description), *parts)
 
 
 def test_events_of_another_source_are_refused_at_the_export(tmp_path, rows):

@@ -13,7 +13,8 @@ from serving.exporting.raw_values import write_raw_values
 from serving.inference.raw_values import RawValues
 from serving.inference.requests import InputError
 from serving.manifest import Sequence
-from serving.raw_description import check_raw
+from serving.raw_description import ModelParts, check_raw
+from serving.raw_records import RawDescription
 from tests.preproc.table.test_event_lists import described, random_rows, write
 from tests.preproc.table.test_pipeline import build
 from tests.serving.raw_manifest import raw_manifest
@@ -32,7 +33,7 @@ def raw_of(root: Path, *, is_text: bool, **group) -> tuple[FeatureSpec, RawValue
     manifest.sequences.append(
         Sequence("past", ["items", "shops"], ["prices"], None, 4, weight="prices")
     )
-    return spec, RawValues.load(root / "model", manifest)
+    return spec, RawValues.load(root / "model", manifest, {})
 
 
 def padded(lists: list[list], fill: object) -> list:
@@ -109,7 +110,7 @@ def test_numbers_behind_the_items_of_a_padded_list_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"length": 0}, "lists 'past': got 0, want a positive length"),
+        ({"length": 0}, "'past': length: got 0, want a whole number, 1 to"),
         ({"separator": "|"}, "lists 'past': got ['^', '^'], want features of one separator"),
         ({"features": ["item"]}, "want features of one separator"),
         ({"numbers": []}, "lists 'past': got ['items', 'shops'], want the columns of the model's"),
@@ -121,12 +122,12 @@ def test_a_description_that_anybody_may_have_written_is_checked(tmp_path, change
     manifest = raw._manifest
     features = {f.name: (f.cardinality, f.hotness) for f in manifest.categorical}
     groups = {"past": ["items", "shops", "prices"]}
-    parts = ([], features, manifest.keys, manifest.files, groups)
-    check_raw(manifest.raw, *parts)
+    parts = ([], ModelParts(features, manifest.keys, manifest.files, groups))
+    check_raw(RawDescription.of(manifest.raw), *parts)
     description = json.loads(json.dumps(manifest.raw))
     description["lists"][0] |= change
     with pytest.raises((ValueError, LookupError), match=re.escape(message)):
-        check_raw(description, *parts)
+        check_raw(RawDescription.of(description), *parts)
 
 
 def test_lists_with_times_and_numbers_by_expression_are_refused(tmp_path):

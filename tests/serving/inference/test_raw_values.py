@@ -14,7 +14,8 @@ from configs.transforms import TRANSFORMS, Transform
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from serving.exporting.raw_values import write_raw_values
-from serving.inference.raw_values import RawValues, _split
+from serving.inference.raw_columns import split
+from serving.inference.raw_values import RawValues
 from serving.inference.requests import InputError
 from serving.manifest import Manifest, ModelError
 from serving.vocabulary import Vocabulary, write_vocabulary
@@ -97,7 +98,7 @@ def fitted(tmp_path_factory) -> tuple[Path, list[list[str]]]:
 @pytest.fixture(scope="module")
 def raw(fitted, tmp_path_factory) -> RawValues:
     directory = tmp_path_factory.mktemp("model")
-    return RawValues.load(directory, manifest_of(directory, fitted[0]))
+    return RawValues.load(directory, manifest_of(directory, fitted[0]), {})
 
 
 def manifest_of(directory: Path, data: Path) -> Manifest:
@@ -165,7 +166,8 @@ def test_every_transform_of_the_registry_is_served(tmp_path, monkeypatch):
     }
     build(tmp_path / "data", table, "numerical_dtype=float32", "plot=false")
     (tmp_path / "model").mkdir()
-    raw = RawValues.load(tmp_path / "model", manifest_of(tmp_path / "model", tmp_path / "data"))
+    manifest = manifest_of(tmp_path / "model", tmp_path / "data")
+    raw = RawValues.load(tmp_path / "model", manifest, {})
     found = featured(raw, {"age": [*map(str, ages[100:])], "city": ["Rome"] * 100})
     stored = open_dataset(FeatureSpec.load(tmp_path / "data")).read("test", np.array([[0, 100]]))
     np.testing.assert_array_equal(found.numerical.numpy(), stored.numerical)
@@ -273,7 +275,7 @@ def test_a_text_is_a_number_to_preprocessing_and_to_the_server_alike(tmp_path):
     directory = tmp_path / "model"
     directory.mkdir()
     manifest = manifest_of(directory, tmp_path / "data")
-    raw = RawValues.load(directory, manifest)
+    raw = RawValues.load(directory, manifest, {})
     found = {}
     for place, text in enumerate(NUMBERS):
         try:
@@ -322,9 +324,9 @@ def test_an_empty_vocabulary_knows_nothing(tmp_path):
 
 
 def test_a_text_of_too_many_values_is_refused_before_it_is_split():
-    assert _split("a||b", "|") == ["a", None, "b"]
+    assert split("a||b", "|") == ["a", None, "b"]
     with pytest.raises(InputError, match="a text has 65,538 values; want at most 65,536"):
-        _split("|" * 65_537, "|")
+        split("|" * 65_537, "|")
 
 
 def test_retired_ids_are_found_by_no_value_and_share_no_checksum(tmp_path):
@@ -390,7 +392,7 @@ def test_expressions_are_evaluated_with_the_bits_of_preprocessing(tmp_path, caps
         "dataset=any", f"table={table}", f"output={tmp_path / 'data'}", "numerical_dtype=float32"
     )
     assert "cannot be served" not in capsys.readouterr().out
-    raw = RawValues.load(tmp_path, manifest_of(tmp_path, tmp_path / "data"))
+    raw = RawValues.load(tmp_path, manifest_of(tmp_path, tmp_path / "data"), {})
     assert [entry["name"] for entry in raw.describe_inputs()] == ["n", "t", "ts"]
     test = rows[180:]
     columns = dict(zip(["n", "t", "ts"], map(list, list(zip(*test, strict=True))[1:]), strict=True))
@@ -428,7 +430,7 @@ def test_expressions_of_parquet_have_the_types_of_the_fit(tmp_path, capsys):
     preproc("dataset=any", f"table={served}", f"output={data}", "numerical_dtype=float32")
     shutil.rmtree(tmp_path / "vocabulary")
     manifest = manifest_of(tmp_path, data)
-    raw = RawValues.load(tmp_path, manifest)
+    raw = RawValues.load(tmp_path, manifest, {})
     rows = table.slice(90)
     texts = [str(moment) for moment in moments[90:]]
     columns = {"n": rows["n"].to_numpy(), "x": rows["x"].to_numpy(), "ts": texts}
@@ -445,4 +447,4 @@ def test_expressions_of_parquet_have_the_types_of_the_fit(tmp_path, capsys):
             raw_manifest(FeatureSpec.load(data), description, tmp_path, "y")
     manifest.raw["numerical"][0]["expression"] = "lower(n) * ts * x"
     with pytest.raises(ModelError, match=r"raw values are malformed: .*lower"):
-        RawValues.load(tmp_path, manifest)
+        RawValues.load(tmp_path, manifest, {})

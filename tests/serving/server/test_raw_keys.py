@@ -9,7 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.checkpoint.tensor_index import blocks, read_index
+from nn.checkpoint.tensor_index import read_index
+from serving.inference import key_rows
+from serving.inference.model import ServedModel
 from tests.helpers.command import run_command
 from tests.helpers.preproc_command import preproc
 from tests.serving.served_models import Client, export, serving, tensor
@@ -93,7 +95,7 @@ def test_scores_of_texts_are_those_of_prediction(trained, client):
     np.testing.assert_allclose(scores(client, rows), predicted, atol=1e-6)
     assert predicted.std() > 0.01
     stored = read_index(root / "run/checkpoints/best").tensors["keys.user.keys"]
-    assert np.count_nonzero(np.concatenate([*blocks(stored)])) == CAPACITY - 1, "keys are evicted"
+    assert np.count_nonzero(np.concatenate([*stored.blocks()])) == CAPACITY - 1, "keys are evicted"
 
 
 def test_an_unseen_text_has_the_row_of_unknown_keys(trained, client):
@@ -105,3 +107,18 @@ def test_an_unseen_text_has_the_row_of_unknown_keys(trained, client):
     )
     assert unseen == missing
     assert abs(other - missing) > 1e-4
+
+
+def test_a_server_maps_the_keys_of_a_model_once(trained, client, monkeypatch):
+    root, _ = trained
+    mapped = []
+
+    class Counted(key_rows.KeyRows):
+        def __init__(self, path: Path, *rest: int) -> None:
+            mapped.append(path.name)
+            super().__init__(path, *rest)
+
+    monkeypatch.setattr(key_rows, "KeyRows", Counted)
+    model = ServedModel.load(root / "models" / "1")
+    assert model.raw is not None
+    assert mapped == ["user.bin"]

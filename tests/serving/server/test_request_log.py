@@ -177,7 +177,8 @@ def version():
         keep_rate=None,
         sequences=[],
     )
-    return SimpleNamespace(name="1", model=SimpleNamespace(manifest=manifest))
+    raw = SimpleNamespace(inputs={"a": 1})
+    return SimpleNamespace(name="1", model=SimpleNamespace(manifest=manifest, raw=raw))
 
 
 def logged(version, identity: str, text: str = "x") -> LoggedRequest:

@@ -20,6 +20,7 @@ from torch import Tensor
 from configs.serving_schema import DenseFormat, DenseType, Device, Layout, TritonConfig
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
+from serving.inference.tables import MappedTables
 from serving.inference.versions import Version
 from serving.manifest import MANIFEST, Manifest
 from serving.server.protocol import InferRequest, infer_response
@@ -28,7 +29,13 @@ from serving.triton.parts import EMBEDDINGS, load_part
 from serving.triton.repository import LOOPBACK, write_repository
 from serving.triton.text_proto import Word, entries, text_proto
 from tests.helpers.command import ROOT
-from tests.serving.handmade_model import FEATURES, some_rows, write_manifest, write_model
+from tests.serving.handmade_model import (
+    FEATURES,
+    some_rows,
+    write_manifest,
+    write_model,
+    write_raw_model,
+)
 
 SERVER = os.environ.get("TRITONSERVER", "")
 """A server that `serving/triton/install_server.sh` has made."""
@@ -75,6 +82,22 @@ def parameters_of(config: Path) -> dict[str, str]:
 def part_of(repository: Path, name: str):
     folder = repository / name
     return load_part(folder / "1" / "model", parameters_of(folder / "config.pbtxt"))
+
+
+def test_the_sparse_part_of_an_ensemble_looks_up_raw_keys(tmp_path):
+    model, root = write_raw_model(tmp_path / "1"), tmp_path / "repository"
+    options = {"layout": Layout.ensemble, "dense_format": DenseFormat.pytorch, "name": "k"}
+    write_repository(TritonConfig(model=str(model), output=str(root), **options))
+    rows = some_rows(3, 2)
+    column = Manifest.read(model).id_slices()["one"].start
+    keys = rows.ids.clone()
+    keys[:, column] = torch.tensor([1001, 1039, 7])
+    rows.ids[:, column] = torch.tensor([1, 39, 0])
+    inputs = inputs_of(rows) | {"ids": keys}
+    del inputs["numerical"]
+    (answer,) = part_of(root, "k_sparse")([inputs])
+    wanted, *_ = MappedTables(model, Manifest.read(model))(rows)
+    assert answer["embeddings"].equal(wanted)
 
 
 def test_the_monolithic_model_answers_each_request_of_a_batch(model, repositories):

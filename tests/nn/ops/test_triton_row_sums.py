@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from nn.ops.dropout_mask import DropoutMask
-from nn.ops.rows_at import RowsAt, sum_of_rows
 from tests.helpers.gpus import check_same_bits, needs_no_gpu, needs_one_gpu
 from tests.nn.ops.test_triton_layer_norm import dropout_of
 
@@ -26,10 +25,6 @@ def inputs_of(count: int, columns: int, device: str, dtype: torch.dtype) -> list
     indices[0] = indices[0].int()
     tables[:2] = [table.to(dtype) for table in tables[:2]]
     return [*(table.to(device) for table in tables), *(index.to(device) for index in indices)]
-
-
-def rows_of(inputs: list[Tensor]) -> list[RowsAt]:
-    return [RowsAt(*of) for of in zip(inputs[:3], inputs[3:], SCALES, strict=True)]
 
 
 def gradients_of(run: Callable[[list[Tensor]], Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -51,7 +46,7 @@ def check(
         )
         return total if mask is None or not count else mask.apply(total, at)
 
-    ours = gradients_of(lambda of: run(rows_of(of), mask, at), inputs)
+    ours = gradients_of(lambda of: run(of[:3], of[3:], SCALES, mask, at), inputs)
     exact = gradients_of(plain, [*(each.double() for each in inputs[:3]), *inputs[3:]])
     assert [each.dtype for each in ours] == [dtype, dtype, dtype, torch.float32]
     for one, wanted in zip(ours, exact, strict=True):
@@ -62,7 +57,7 @@ def check(
 @needs_no_gpu
 @pytest.mark.parametrize("form", FORMS)
 def test_interpreted_sums_are_exact(form, monkeypatch):
-    from nn.ops.triton import rows_at as kernels
+    from nn.ops.triton import row_sums as kernels
 
     monkeypatch.setattr(kernels, "BLOCK", 64)
     for columns in (16, 100):
@@ -70,15 +65,12 @@ def test_interpreted_sums_are_exact(form, monkeypatch):
             check(kernels.sum_of_rows, form, count, columns, "cpu", torch.float32)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_plain_sums_are_exact(form):
-    check(sum_of_rows, form, 50, 16, "cpu", torch.float32)
-
-
 @needs_one_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_on_a_gpu_sums_are_exact(form, dtype):
+    from nn.ops.triton.row_sums import sum_of_rows
+
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):
         for columns in (16, 100, 512, 3000):
             for count in (0, 1, 20_011):
@@ -87,6 +79,8 @@ def test_on_a_gpu_sums_are_exact(form, dtype):
 
 @needs_one_gpu
 def test_on_a_gpu_two_runs_and_a_graph_give_the_same_bits():
+    from nn.ops.triton.row_sums import sum_of_rows
+
     inputs = inputs_of(100_003, 512, "cuda", torch.bfloat16)
     mask: DropoutMask | None
     mask, at = dropout_of("gate with dropout", 100_003, "cuda")
@@ -94,7 +88,7 @@ def test_on_a_gpu_two_runs_and_a_graph_give_the_same_bits():
 
     def once() -> list[Tensor]:
         with torch.autocast("cuda", torch.bfloat16):
-            out = sum_of_rows(rows_of([*leaves, *inputs[3:]]), mask, at)
+            out = sum_of_rows(leaves, inputs[3:], SCALES, mask, at)
         return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
 
     check_same_bits(once)

@@ -1,4 +1,4 @@
-"""`nn.ops.rows_at` on a GPU: a kernel reads the rows of all tables, and writes each position once."""
+"""Rows of tables at positions, added up and dropped out: a kernel reads the rows of all tables, and writes each position once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +11,9 @@ from torch.autograd.function import once_differentiable
 
 from nn.ops.dropout_mask import DropoutMask
 from nn.ops.fused_linear import autocast_dtype
-from nn.ops.rows_at import RowsAt
 from nn.ops.triton.dropout import apply_mask, is_kept, mask_arguments, row_bits
+
+# R: rows of a table, P: positions, D: columns
 
 BLOCK = 2048
 """Numbers that a program writes at once."""
@@ -22,11 +23,17 @@ FEW_ROWS = 64
 
 @torch.compiler.disable
 def sum_of_rows(
-    rows: Sequence[RowsAt], mask: DropoutMask | None, at: tuple[Tensor, Tensor]
+    tables: Sequence[Tensor],
+    indices: Sequence[Tensor],
+    scales: Sequence[float],
+    mask: DropoutMask | None,
+    at: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Return the dropped out sum of the rows at each position, [P, D], in autocast's dtype."""
-    indices, scales = tuple(of.index for of in rows), tuple(of.scale for of in rows)
-    return _SumOfRows.apply(indices, scales, mask, at, *(of.table for of in rows))
+    """Return the dropped out sum of rows of tables [R, D] at indices [P], times their scales, [P, D], in autocast's dtype.
+
+    `mask`, `at`: of `DropoutMask.apply`; no mask drops nothing.
+    """
+    return _SumOfRows.apply(tuple(indices), tuple(scales), mask, at, *tables)
 
 
 class _SumOfRows(torch.autograd.Function):
