@@ -1,7 +1,7 @@
 """Histories of the synthetic click stream: sessions of events before the moment of a row, a sequence group `history`.
 
-Lengths are exponential, cut at `history_max_length`. From the latest event back, a session ends with probability `SESSION_END`; within
-one, events repeat one id with probability `REPEATED`, else ids are drawn by the power law.
+Lengths are exponential, cut at `history_max_length`. From the latest event back, a session ends with probability
+`SESSION_END`; within one, events repeat one id with probability `REPEATED`, else ids are drawn by the power law.
 """
 
 from collections.abc import Callable, Sequence
