@@ -163,7 +163,7 @@ HSTU = Row(
     "",
     # 29 GiB of tables on the GPU; of the crosses, 531 GiB, the rows that were read lie where TMPDIR says.
     overrides=(
-        *("train.batch_size=1024", "eval.batch_size=1024", "train.accumulate=8"),
+        *("train.batch_size=1024", "eval.batch_size=1024", "train.accumulate=4"),
         *("sharding.types=[table_wise,row_wise]", f"sharding.tables={{{TABLES_ON_DISK}}}"),
         f"sharding.disk_path={gettempdir()}",
     ),

@@ -4,7 +4,6 @@ Every value is a function of (seed, split, column, row). Any rank can therefore 
 and nothing is stored.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -25,51 +24,29 @@ CALIBRATION_ROWS = 16384
 
 
 class SyntheticSource(Source):
-    """Source of synthetic clicks, made on demand.
+    """Source of synthetic clicks, made on demand; names of tables change no value."""
 
-    `cardinalities`: rows of each table, by the name of its feature; without names they are cat_0, cat_1 and so on.
-    Names change no value. `hotness`: ids per row of each feature; empty: one for all features. `exponent`: of the ids'
-    power law; 0 is uniform. `history`: features whose tables past events have ids of, on which labels then depend too.
-    """
-
-    def __init__(
-        self,
-        train_rows: int,
-        test_rows: int,
-        num_numerical: int,
-        cardinalities: Sequence[int] | Mapping[str, int],
-        hotness: Sequence[int] = (),
-        exponent: float = 1.05,
-        seed: int = 0,
-        history: Sequence[str] = (),
-        history_length: float = 20.0,
-        history_max_length: int = 100,
-    ) -> None:
-        hotness = list(hotness) or [1] * len(cardinalities)
-        if not isinstance(cardinalities, Mapping):
-            cardinalities = {f"cat_{index}": rows for index, rows in enumerate(cardinalities)}
+    def __init__(self, stream: SyntheticConfig, seed: int) -> None:
+        self._exponent = stream.exponent
+        self._seed = seed
+        self._hotness = stream.hotness or [1] * len(stream.cardinalities)
+        features = {
+            name: CategoricalFeature.of(name, rows, count)
+            for (name, rows), count in zip(stream.tables.items(), self._hotness, strict=True)
+        }
         self.spec = FeatureSpec(
             root=None,
-            numerical=tuple(f"num_{i}" for i in range(num_numerical)),
+            numerical=tuple(f"num_{i}" for i in range(stream.num_numerical)),
             numerical_dtype=np.dtype(np.float32),
             labels=(RowColumn("label"),),
-            categorical=tuple(
-                CategoricalFeature.of(name, rows, count)
-                for (name, rows), count in zip(cardinalities.items(), hotness, strict=True)
-            ),
-            splits={"train": SplitFiles(train_rows), "test": SplitFiles(test_rows)},
+            categorical=tuple(features.values()),
+            splits={"train": SplitFiles(stream.train_rows), "test": SplitFiles(stream.test_rows)},
             metadata={},
         )
-        self._exponent = exponent
-        self._seed = seed
-        self._hotness = hotness
         self._history: SyntheticHistory | None = None
-        if history:
-            features = {feature.name: feature for feature in self.spec.categorical}
-            liked = [features[name] for name in history]
-            self._history = SyntheticHistory(
-                liked, history_length, history_max_length, exponent, self._key
-            )
+        if stream.history:
+            liked = [features[name] for name in stream.history]
+            self._history = SyntheticHistory(liked, stream, self._key)
             self.spec = replace(
                 self.spec,
                 categorical=self.spec.categorical + self._history.features,
@@ -78,21 +55,6 @@ class SyntheticSource(Source):
         self._teacher = Teacher(self.spec, seed)
         sample, _ = self._make("calibration", np.arange(CALIBRATION_ROWS, dtype=np.uint64))
         self._teacher.calibrate(sample.numerical, self._bags(sample), self._events(sample))
-
-    @classmethod
-    def of(cls, stream: SyntheticConfig, seed: int) -> "SyntheticSource":
-        return cls(
-            stream.train_rows,
-            stream.test_rows,
-            stream.num_numerical,
-            stream.tables,
-            stream.hotness,
-            stream.exponent,
-            seed,
-            stream.history,
-            stream.history_length,
-            stream.history_max_length,
-        )
 
     def read_keys(self, split: str, runs: np.ndarray, feature: int) -> Keys:
         raise AssertionError("synthetic clicks have no raw keys")

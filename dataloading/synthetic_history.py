@@ -1,7 +1,7 @@
 """Histories of the synthetic click stream: sessions of events before the moment of a row, a sequence group `history`.
 
-Lengths are exponential, cut at `max_length`. From the latest event back, a session ends with probability `SESSION_END`; within
-one, events repeat one id with probability `REPEATED`, else ids are drawn by the power law.
+Lengths are exponential, cut at `history_max_length`. From the latest event back, a session ends with probability
+`SESSION_END`; within one, events repeat one id with probability `REPEATED`, else ids are drawn by the power law.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from configs.schema import SyntheticConfig
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from dataloading.randomness import power_law, uniform
@@ -43,9 +44,7 @@ class SyntheticHistory:
     def __init__(
         self,
         liked: Sequence[CategoricalFeature],
-        mean_length: float,
-        max_length: int,
-        exponent: float,
+        stream: SyntheticConfig,
         key: Callable[..., int],
     ) -> None:
         self.features = tuple(
@@ -53,19 +52,20 @@ class SyntheticHistory:
                 CategoricalFeature.of(
                     f"hist_{feature.name}", feature.cardinality, None, feature.name
                 ),
-                mean_hotness=mean_length,
+                mean_hotness=stream.history_length,
             )
             for feature in liked
         )
         names = tuple(feature.name for feature in self.features)
         time = EventColumn("hist_time", np.dtype(np.int64))
-        self.group = SequenceGroup("history", names, max_length, (time,), time.name)
-        self._exponent, self._key = exponent, key
+        self.group = SequenceGroup("history", names, stream.history_max_length, (time,), time.name)
+        self._exponent, self._key = stream.exponent, key
         low, high = 1e-3, 1e9
         for _ in range(100):
             self._scale = (low * high) ** 0.5
-            mean = np.exp(-np.arange(1, max_length + 1) / self._scale).sum()
-            low, high = (low, self._scale) if mean > mean_length else (self._scale, high)
+            mean = np.exp(-np.arange(1, self.group.max_length + 1) / self._scale).sum()
+            too_long = mean > stream.history_length
+            low, high = (low, self._scale) if too_long else (self._scale, high)
 
     def lengths(self, split: str, rows: np.ndarray) -> np.ndarray:
         """Return the events of rows (uint64 [n]), int64 [n]."""

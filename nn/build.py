@@ -69,7 +69,7 @@ def open_source(config: Config, trained: FeatureSpec | None = None) -> Source:
         spec = spec.with_event_weights(config.model.event_weights)
         source = open_dataset(spec if trained is None else spec.with_means_of(trained))
     else:
-        source = SyntheticSource.of(data.synthetic, config.seed)
+        source = SyntheticSource(data.synthetic, config.seed)
     if data.negatives.features and config.mode is not Mode.predict:
         source = NegativesSource(source, data.negatives, config.seed)
     if data.watch_dir is not None and config.mode is Mode.train:

@@ -35,7 +35,7 @@ class StreamRows(SourceRows):
 
     def __init__(self, config: PreprocConfig) -> None:
         stream = config.data.synthetic
-        super().__init__(SyntheticSource.of(stream, config.seed), "the built-in click stream")
+        super().__init__(SyntheticSource(stream, config.seed), "the built-in click stream")
         self.spec = replace(
             self.spec,
             numerical_dtype=np.dtype(config.numerical_dtype.name),

@@ -33,12 +33,12 @@ KEPT_CHUNK_ROWS = 1 << 18
 GROUP_ROWS = 122_880
 """Rows of a row group of Parquet: a multiple of the 2,048 in which DuckDB computes."""
 ReadIds = Callable[[range], Iterator[tuple[np.ndarray, np.ndarray]]]
-"""Yields the ids of some rows, flat, `NO_VALUE` where there is no value, and the lengths of the rows' lists; none without lists."""
+"""Yields the ids of some rows, flat, `NO_VALUE` where there is no value, and the lengths of the rows' lists, if any."""
 
 
 @dataclass(slots=True)
 class IdCounts:
-    """What became of the values of a feature in the rows of a split."""
+    """Ids that the values of a feature in the rows of a split became."""
 
     values: int = 0
     known: int = 0  # of them, those with an id that is not 0

@@ -8,10 +8,9 @@ import pytest
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.held_out_source import HeldOutSource
-from dataloading.synthetic import SyntheticSource
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
-from tests.helpers.datasets import ROWS, write_clicks
+from tests.helpers.datasets import ROWS, synthetic_source, write_clicks
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def test_the_border_lies_between_row_groups(stored, monkeypatch):
 
 
 def test_a_dataset_with_a_validation_split_is_refused():
-    source = SyntheticSource(64, 32, 1, [10])
+    source = synthetic_source(cardinalities=[10])
     source.spec.splits["validation"] = source.spec.splits["test"]
     with pytest.raises(ValueError, match=r"^data.validation_fraction=0.5: the dataset has a split"):
         HeldOutSource(source, 0.5)

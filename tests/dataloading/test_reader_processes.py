@@ -25,11 +25,10 @@ from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader
 from dataloading.reader_processes import ReaderProcesses, shared_memory
-from dataloading.synthetic import SyntheticSource
 from nn.build import Loaders, open_source
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
-from tests.helpers.datasets import make_loader
+from tests.helpers.datasets import make_loader, synthetic_source
 from tests.helpers.forks import python
 from tests.helpers.rank_processes import has_ended, wait_until
 from tests.helpers.runs import records
@@ -132,8 +131,8 @@ def test_processes_and_threads_read_the_same_batches(
     kind, source, forked, workers, prefetch, tmp_path
 ):
     if kind == "synthetic":
-        settings = {"num_numerical": 2, "cardinalities": (7, 90), "hotness": (1, 3), "seed": 2}
-        source = SyntheticSource(train_rows=50, test_rows=21, **settings)
+        settings = {"num_numerical": 2, "cardinalities": [7, 90], "hotness": [1, 3], "seed": 2}
+        source = synthetic_source(train_rows=50, test_rows=21, **settings)
     elif kind != "files":
         file_format = "parquet" if kind == "ragged parquet" else "binary"
         spec = write_ragged(tmp_path / "ragged", lambda row: row % 5, file_format)
@@ -329,9 +328,8 @@ def test_a_process_keeps_the_memory_of_its_arrays():
 def test_readers_end_with_the_process_that_forked_them():
     script = """
         import os, signal
-        from tests.helpers.datasets import make_loader
-        from dataloading.synthetic import SyntheticSource
-        source = SyntheticSource(train_rows=50, test_rows=10, num_numerical=1, cardinalities=(5,), hotness=(1,), seed=1)
+        from tests.helpers.datasets import make_loader, synthetic_source
+        source = synthetic_source(train_rows=50, test_rows=10, num_numerical=1, cardinalities=[5], seed=1)
         loader = make_loader(source, "train", batch_size=5)
         loader.fork_readers()
         next(loader.batches())

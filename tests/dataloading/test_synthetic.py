@@ -14,6 +14,7 @@ from sklearn.metrics import roc_auc_score
 from dataloading.dataset.source import BatchTarget
 from dataloading.randomness import power_law, stream_key, uniform
 from dataloading.synthetic import SyntheticSource
+from tests.helpers.datasets import synthetic_source
 
 CARDINALITIES = (1, 3, 50, 1000, 292_775_614)
 
@@ -23,11 +24,11 @@ def make(**changes: object) -> SyntheticSource:
         "train_rows": 20_000,
         "test_rows": 9000,
         "num_numerical": 4,
-        "cardinalities": CARDINALITIES,
-        "hotness": (1, 1, 2, 1, 3),
+        "cardinalities": list(CARDINALITIES),
+        "hotness": [1, 1, 2, 1, 3],
         "seed": 1,
     }
-    return SyntheticSource(**(arguments | changes))
+    return synthetic_source(**(arguments | changes))
 
 
 def read(source: SyntheticSource, *runs: tuple[int, int], split: str = "train", **rest: object):
@@ -146,7 +147,7 @@ def test_numericals_have_mean_0_and_variance_1(source):
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"exponent": 0.0}, {"num_numerical": 0}, {"cardinalities": (5,), "hotness": ()}]
+    "change", [{}, {"exponent": 0.0}, {"num_numerical": 0}, {"cardinalities": [5], "hotness": []}]
 )
 def test_positive_rate_and_best_auc_are_as_documented(change):
     source = make(**change)
@@ -156,7 +157,7 @@ def test_positive_rate_and_best_auc_are_as_documented(change):
 
 def test_ids_too_rare_to_be_learned_have_no_effect():
     source = make(
-        cardinalities=(292_775_614, 200_000_000), hotness=(), exponent=0.0, num_numerical=0
+        cardinalities=[292_775_614, 200_000_000], hotness=[], exponent=0.0, num_numerical=0
     )
     _, logits = source._make("test", np.arange(9000, dtype=np.uint64))
     assert logits.min() == logits.max()
@@ -191,9 +192,9 @@ def test_an_unknown_split_is_named(source):
 
 
 def test_names_change_no_value(source):
-    names = ("user", "item", "kind", "page", "day")
-    named = make(cardinalities=dict(zip(names, CARDINALITIES, strict=True)))
-    assert tuple(feature.name for feature in named.spec.categorical) == names
+    names = ["user", "item", "kind", "page", "day"]
+    named = make(names=names)
+    assert [feature.name for feature in named.spec.categorical] == names
     one, other = read(source, (5, 900)), read(named, (5, 900))
     assert np.array_equal(one.numerical, other.numerical)
     assert np.array_equal(one.labels, other.labels)

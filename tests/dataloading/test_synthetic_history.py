@@ -12,15 +12,22 @@ from sklearn.metrics import roc_auc_score
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import BatchTarget
-from dataloading.synthetic import SyntheticSource
-from tests.helpers.datasets import make_loader
+from tests.helpers.datasets import make_loader, synthetic_source
 from tests.helpers.preproc_command import preproc
 
 TABLES = {"user": 30, "item": 1000, "genre": 20}
 
 
 def plain(**history):
-    return SyntheticSource(2000, 9000, 2, TABLES, seed=3, **history)
+    return synthetic_source(
+        train_rows=2000,
+        test_rows=9000,
+        num_numerical=2,
+        names=list(TABLES),
+        cardinalities=list(TABLES.values()),
+        seed=3,
+        **history,
+    )
 
 
 @pytest.fixture(scope="module")

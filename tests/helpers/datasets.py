@@ -5,15 +5,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from configs.schema import SyntheticConfig
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
+from dataloading.synthetic import SyntheticSource
 
 ROWS = {"train": 256, "test": 128}
 CARDINALITY = 100
 USERS, TAGS, QUERIES = 100, 30, 40
 """Values of the features of `write_rows`."""
+
+
+def synthetic_source(seed: int = 0, **options) -> SyntheticSource:
+    return SyntheticSource(SyntheticConfig(**options), seed)
 
 
 def write_clicks(root: Path, num_items: int = CARDINALITY) -> Path:

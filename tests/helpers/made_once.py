@@ -3,7 +3,6 @@
 import sys
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 from configs.schema import SyntheticConfig
 from dataloading.synthetic import SyntheticSource
@@ -16,7 +15,7 @@ def make_once() -> None:
     environment.git_commit(Path(environment.__file__).parents[2])
     # Its import takes seconds, which the fast tests do not need.
     if "nn.build" in sys.modules:
-        sys.modules["nn.build"].SyntheticSource = SimpleNamespace(of=_clicks)  # type: ignore[attr-defined]
+        sys.modules["nn.build"].SyntheticSource = _clicks  # type: ignore[attr-defined]
 
 
 _made: dict[str, SyntheticSource] = {}
@@ -26,5 +25,5 @@ def _clicks(stream: SyntheticConfig, seed: int) -> SyntheticSource:
     """Return clicks, which nothing changes; making their teacher takes longer than a few steps."""
     key = repr((stream, seed))
     if key not in _made:
-        _made[key] = SyntheticSource.of(stream, seed)
+        _made[key] = SyntheticSource(stream, seed)
     return _made[key]

@@ -8,8 +8,8 @@ import numpy as np
 
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.synthetic import SyntheticSource
 from preproc.convert import rows as rows_module
+from tests.helpers.datasets import synthetic_source
 from tests.helpers.preproc_command import data_files, preproc
 
 STREAM = [
@@ -26,7 +26,14 @@ STREAM = [
 def test_the_dataset_holds_the_rows_of_the_stream(tmp_path, monkeypatch):
     monkeypatch.setattr(rows_module, "CHUNK_ROWS", 64)
     preproc(*STREAM, f"output={tmp_path / 'out'}", "numerical_dtype=float32", "threads=3")
-    stream = SyntheticSource(1000, 90, 3, [5, 40000, 300], [1, 1, 4], exponent=1.05, seed=7)
+    stream = synthetic_source(
+        train_rows=1000,
+        test_rows=90,
+        num_numerical=3,
+        cardinalities=[5, 40000, 300],
+        hotness=[1, 1, 4],
+        seed=7,
+    )
     written = BinarySource(FeatureSpec.load(tmp_path / "out"))
     for split, num_rows in (("train", 1000), ("test", 90)):
         rows = np.array([[0, num_rows]])

@@ -11,11 +11,10 @@ from configs.schema import MultiHotConfig
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.synthetic import SyntheticSource
 from nn.embedding import multi_hot
 from nn.embedding.multi_hot import MultiHot, expand
 from tests.helpers.composed import TINY, losses_of_cases
-from tests.helpers.datasets import make_loader
+from tests.helpers.datasets import make_loader, synthetic_source
 
 CPU = torch.device("cpu")
 # More draws than words in a chunk; powers of two, which reject no word; one row, which draws no word; and a feature that is
@@ -25,7 +24,7 @@ HOTNESS = [27, 4, 3, 2, 100, 1, 7]
 
 
 def spec_of(rows: list[int] = ROWS, hotness: list[int] | None = None) -> FeatureSpec:
-    return SyntheticSource(1, 1, 1, rows, hotness or [], 1.0, 0).spec
+    return synthetic_source(cardinalities=rows, hotness=hotness or []).spec
 
 
 def expanding(hotness: list[int] = HOTNESS, seed: int = 0, threads: int = 1) -> MultiHot:

@@ -18,7 +18,6 @@ from dataloading.batch import Batch
 from dataloading.dataset.batch_layout import BatchLayout
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
-from dataloading.synthetic import SyntheticSource
 from nn.embedding.declared_tables import table_name
 from nn.layers.dot_interaction import DotInteraction
 from nn.layers.mlp import MLP
@@ -30,6 +29,7 @@ from nn.models.registry import build_dense, declared_tables, typed_config
 from nn.resume import can_restart
 from tests.helpers.command import ROOT, run_command, start_command
 from tests.helpers.composed import TINY, compose_config, compose_with_hydra
+from tests.helpers.datasets import synthetic_source
 from tests.project.test_layers import importers_of, reached_from
 from tests.reference import Reference, ReferenceCross, ReferenceMLP
 
@@ -289,15 +289,7 @@ def test_the_dense_component_exports_for_any_batch_size(name):
 
 
 def test_a_dot_interaction_of_one_vector_is_refused():
-    spec = SyntheticSource(
-        train_rows=1,
-        test_rows=1,
-        num_numerical=0,
-        cardinalities=[10],
-        hotness=[],
-        exponent=1.0,
-        seed=1,
-    ).spec
+    spec = synthetic_source(num_numerical=0, cardinalities=[10]).spec
     config = DLRMOptions(embedding_dim=8, bottom_mlp=[8], top_mlp=[1])
     with pytest.raises(
         ValueError, match=r"needs two vectors to interact, got 1 .* use model.name=dcnv2"

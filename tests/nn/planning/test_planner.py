@@ -19,7 +19,6 @@ from configs.schema import (
     Tier,
     table_optimizers,
 )
-from dataloading.synthetic import SyntheticSource
 from nn.build import build_plan, planned_hardware
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.embedding.optimizer import TableRule, table_rule
@@ -28,6 +27,7 @@ from nn.planning.planner import plan_tables
 from nn.planning.table_sizes import table_bytes
 from nn.tiers.traffic import IdTraffic, power_law_share
 from tests.helpers.composed import TINY, compose_config, losses_of_cases
+from tests.helpers.datasets import synthetic_source
 
 GIB = 2**30
 H200 = 139 * GIB
@@ -65,15 +65,7 @@ def plan_of(
 ):
     """TorchRec's plan and ours; `memory` is that of a rank. Without `tiers`, no table may lie in host memory."""
     sharding = {"tiers": [Tier.device]} | sharding
-    spec = SyntheticSource(
-        train_rows=1,
-        test_rows=1,
-        num_numerical=1,
-        cardinalities=rows,
-        hotness=hotness or [],
-        exponent=1.0,
-        seed=0,
-    ).spec
+    spec = synthetic_source(cardinalities=rows, hotness=hotness or []).spec
     model = ModelConfig(embedding_dim=dim, embedding_dtype=dtype)
     tables = one_table_per_feature(model, spec)
     local = local_world_size or world_size
@@ -433,7 +425,7 @@ def test_rows_that_cannot_be_sent_are_refused():
 
 def planned_from_command_line(*overrides: str) -> list[TablePlan]:
     config = compose_config(*TINY, "mode=plan", *overrides)
-    source = SyntheticSource(64, 64, 1, [50, 60], [], 1.0, 1)
+    source = synthetic_source(cardinalities=[50, 60])
     return build_plan(config, source, planned_hardware(config))[1]
 
 
