@@ -345,7 +345,7 @@ def test_a_manifest_of_another_kind_is_refused(model, change, tmp_path):
     document = json.loads((model / MANIFEST).read_text())
     (tmp_path / MANIFEST).write_text(json.dumps(document | change))
     with pytest.raises(
-        ModelError, match="is no manifest of a model: .*; name what serving.export wrote"
+        ModelError, match=r"is no manifest of a model: .*; name what serving.export wrote"
     ):
         Manifest.read(tmp_path)
 
