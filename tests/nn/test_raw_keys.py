@@ -31,8 +31,8 @@ from nn.models.registry import declared_tables
 from nn.replay import replay
 from nn.training.evaluator import Evaluator, predictions
 from serving.exporting.run import export_model
+from serving.inference.key_rows import load_key_rows
 from serving.inference.model import ServedModel
-from serving.inference.requests import IdInputs
 from serving.manifest import IDS, NUMERICAL, PADDING
 from tests.dataloading.keys.reference import ReferenceMap, keys_of_a_rank
 from tests.helpers.command import run_command
@@ -422,9 +422,10 @@ def test_scores_are_those_of_prediction_wherever_keys_are_mapped(data, whole, tm
     matrix = np.full((TEST_ROWS, 3), PADDING)
     matrix[np.arange(3) < columns.lengths[1][:, None]] = past
     inputs = {NUMERICAL: columns.numerical, IDS: np.stack([user, item], axis=1), "past": matrix}
-    scores = served.scores(IdInputs(served.manifest, served.keys).rows(inputs, TEST_ROWS))
+    scores = served.scores(served.id_inputs.rows(inputs, TEST_ROWS))
     np.testing.assert_allclose(scores[:, 0], predicted, atol=1e-6)
-    unknown = served.keys["user"].rows(np.array([0, 12345, user[user != 0][-1]]))
+    keys = load_key_rows(model, served.manifest)["user"]
+    unknown = keys.rows(np.array([0, 12345, user[user != 0][-1]]))
     assert unknown[:2].tolist() == [0, 0]
 
 
