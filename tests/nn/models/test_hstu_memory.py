@@ -119,6 +119,7 @@ def without_kernels(monkeypatch):
     norms = "nn.ops.triton.layer_norm"
     for name in ("_norm", "_norm_gradient", "_gate", "_gate_gradient"):
         monkeypatch.setattr(f"{norms}.{name}", NoKernel())
+    monkeypatch.setattr("nn.ops.triton.row_sums._sum_of_rows", NoKernel())
     monkeypatch.setattr(f"{norms}.column_sums", lambda sums: sums.new_empty(sums.shape[1]))
 
 

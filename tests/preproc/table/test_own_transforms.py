@@ -1,6 +1,7 @@
 """Transforms of a user: in a fit, applied again, extended, and refused where a server would import them."""
 
 import sys
+from types import SimpleNamespace
 
 import duckdb
 import numpy as np
@@ -106,7 +107,7 @@ def test_a_server_imports_nothing_that_a_model_names():
 
 
 def no_inputs() -> _Inputs:
-    return _Inputs(None, TableConfig(sources={}, label=[Label()]), {})
+    return _Inputs(SimpleNamespace(table=TableConfig(sources={}, label=[Label()])), {})
 
 
 def test_an_export_for_raw_values_is_refused():
