@@ -89,12 +89,16 @@ _DAY: dict[str, tuple[Check, str]] = {
     "previous": (_or_none(_of(str)), "a path or null"),
 }
 _ROW_CAPACITY = {"shards": _of(list), "rows": _is_by_batch_size, "merged": _is_by_batch_size}
+_ROW_CAPACITY |= {"part_rows": is_count, "parts": _is_by_batch_size}
 _PART = {"name": _of(str), "rows": is_count, "identity": _or_none(_of(str)), "offsets": _of(object)}
 LOOP: dict[str, tuple[Check, str]] = {
     "loss_sum": (_is_number, "a number"),
     "loss_steps": (is_count, "a number of steps"),
     "key_counts": (_mapping_to(is_count), "numbers of keys"),
-    "row_capacity": (_entries(_ROW_CAPACITY, "merged"), "capacities for distinct rows"),
+    "row_capacity": (
+        _entries(_ROW_CAPACITY, "merged", "part_rows", "parts"),
+        "capacities for distinct rows",
+    ),
     "parts": (_list_of(_entries(_PART)), "the parts of a stream"),
     "test": (_of(dict), "an evaluation"),
     "untrained_test_auc": (_or_none(_is_number), "a number or null"),

@@ -49,14 +49,17 @@ class DistinctRows:
             return self.by_id()
         return embedding(self.positions.index_select(0, self.starts), self.rows)
 
-    def of_samples(self, first: int, end: int) -> "DistinctRows":
-        """Return the same of some samples, with `part_of` the positions where samples differ in their number of ids."""
+    def of_samples(self, first: int, end: int, room: int | None = None) -> "DistinctRows":
+        """Return the same of some samples, with `part_of` the positions where samples differ in their number of ids.
+
+        `room`: the ids that they have at most, if that is known.
+        """
         if end - first == self.starts.shape[0]:
             return self
         lengths, hotness = self.lengths[first:end], self.hotness
         if not hotness:
             begin, part = part_of(
-                self.starts, self.positions.shape[0], self.max_length, slice(first, end)
+                self.starts, self.positions.shape[0], self.max_length, slice(first, end), room
             )
             return replace(
                 self,
@@ -76,14 +79,15 @@ class DistinctRows:
 
 
 def part_of(
-    starts: Tensor, capacity: int, max_length: int | None, samples: slice
+    starts: Tensor, capacity: int, max_length: int | None, samples: slice, room: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the first of the positions [C] in which some samples' ids lie, a scalar, and all of them, as many as they can have.
 
-    Samples begin at `starts`, [B]. The part begins before them where positions end too soon behind them.
+    Samples begin at `starts`, [B], and have at most `room` ids. The part begins before them where positions end too soon behind
+    them.
     """
-    size = capacity
+    size = capacity if room is None else min(room, capacity)
     if max_length is not None:
-        size = min((samples.stop - samples.start) * max_length, capacity)
+        size = min((samples.stop - samples.start) * max_length, size)
     begin = starts[samples.start].clamp(max=capacity - size)
     return begin, begin + torch.arange(size, device=starts.device)

@@ -19,6 +19,7 @@ from nn.layers.sequence import LayerNorm
 from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import SwishMLP, draw_normal_
 from nn.ops.hstu_attention import JaggedPositions
+from nn.ops.rows_at import RowsAt
 
 # B: samples, C: events with room for, P: positions, K: context vectors, M: candidates, D: columns of a position
 
@@ -93,11 +94,12 @@ class SampleParts:
             found.append(self.choose(of_event.positions, own, last))
         return found
 
-    def with_context(self, x: Tensor, context: Tensor) -> Tensor:
-        """Put the vectors of context [B, K, D] to their positions in [P, D]."""
-        # Touches these rows alone: a choice for all positions would read and write [P, D] twice, and as often in backward.
-        rows = self.at.starts[:, None] + torch.arange(context.shape[1], device=x.device)
-        return x.index_copy(0, rows.flatten(), context.flatten(0, 1).to(x.dtype))
+    def with_context(self, rows: RowsAt, context: Tensor) -> RowsAt:
+        """Return the rows with the vectors of context, [B, K, D], behind them and at their positions."""
+        first = len(rows.table) + self.at.samples * context.shape[1]
+        index = torch.where(self.is_context, first + self.at.offsets, rows.index)
+        joined = torch.cat([rows.table, context.flatten(0, 1).to(rows.table.dtype)])
+        return RowsAt(joined, index.to(rows.index.dtype))
 
 
 class ItemVectors(nn.Module):
@@ -130,8 +132,8 @@ class ItemVectors(nn.Module):
         both = at_position + at_row
         return (0, both) if self._mlps == "item" else (both, 0)
 
-    def forward(self, rows: Sequence[Tensor], positions: Sequence[Tensor]) -> Tensor:
-        """Map tables' distinct rows, [R + 1, columns] of each feature, and positions [P] in them to [P, D].
+    def forward(self, rows: Sequence[Tensor], positions: Sequence[Tensor]) -> RowsAt:
+        """Map tables' distinct rows, [R + 1, columns] of each feature, and positions [P] in them to rows of D columns at [P].
 
         Positions without an id point to the last row of all features.
         """
@@ -139,7 +141,9 @@ class ItemVectors(nn.Module):
         of_item, *of_others = positions
         if self._mlps == "position":
             vectors = self.item(embedding(of_item, item))
-        elif self._mlps == "row" or self.additional is None:
+        elif self.additional is None:
+            return RowsAt(self.item(item), of_item)
+        elif self._mlps == "row":
             vectors = embedding(of_item, self.item(item))
         else:
             indices = [self._of_rows(of_item, other, item.shape[0]) for other in of_others]
@@ -147,13 +151,12 @@ class ItemVectors(nn.Module):
             pairs = zip(indices, of_others, strict=True)
             agree = torch.stack([(index[of_item] == other).all() for index, other in pairs]).all()
             of_rows = self.item(item) + self.additional(joined)
-            return embedding(
-                of_item, of_rows + torch.where(agree, 0.0, torch.nan).to(of_rows.dtype)
-            )
+            none_or_nan = torch.where(agree, 0.0, torch.nan).to(of_rows.dtype)
+            return RowsAt(of_rows + none_or_nan, of_item)
         if self.additional is not None:
             joined = torch.cat(list(map(embedding, of_others, others)), dim=1)
             vectors = vectors + self.additional(joined)
-        return vectors
+        return RowsAt.each(vectors)
 
     @staticmethod
     def _of_rows(of_item: Tensor, other: Tensor, num_rows: int) -> Tensor:
@@ -183,8 +186,8 @@ class ActionVectors(nn.Module):
         draw_normal_(self.of_bits, 0.1, generator)
         draw_normal_(self.of_candidate, 0.1, generator)
 
-    def forward(self, actions: Tensor, parts: SampleParts) -> Tensor:
-        """Map the actions of events, whole numbers [C], to vectors [P, D]; zeros for context."""
+    def forward(self, actions: Tensor, parts: SampleParts) -> RowsAt:
+        """Map the actions of events, whole numbers [C], to rows of D columns at [P]; zeros for context."""
         count = len(self.bits)
         shifts = torch.arange(count, device=actions.device)
         combinations = torch.arange(2**count, device=actions.device)
@@ -196,10 +199,7 @@ class ActionVectors(nn.Module):
         chosen = parts.choose(actions, 0.0, 0.0).long()
         combination = (((chosen[:, None] & self.bits) != 0).long() << shifts).sum(1)
         combination = torch.where(parts.is_event, combination, 2**count + 1)
-        combination = torch.where(parts.is_candidate, 2**count, combination)
-        # A product, since torch adds up an embedding's gradients of one row by one thread a column.
-        rows = torch.arange(len(vectors), device=actions.device)
-        return (combination[:, None] == rows).to(vectors.dtype) @ vectors
+        return RowsAt(vectors, torch.where(parts.is_candidate, 2**count, combination))
 
 
 class ContextVectors(nn.Module):
@@ -257,14 +257,14 @@ class PositionVectors(nn.Module):
 
     def forward(
         self, at: JaggedPositions, num_context: int, num_candidates: int, seconds: Tensor
-    ) -> Tensor:
-        """Return [P, D]. `seconds`: from each position to the query, [P]."""
+    ) -> list[RowsAt]:
+        """Return rows of D columns at [P]. `seconds`: from each position to the query, [P]."""
         index = position_index(at, num_context, num_candidates, len(self.positions))
-        vectors = embedding(spread_rows(index, at, self.positions), self.positions)
-        if self.times is None:
-            return vectors
-        bucket = time_index(seconds, len(self.times) - 1)
-        return vectors + embedding(spread_rows(bucket, at, self.times), self.times)
+        rows = [RowsAt(self.positions, spread_rows(index, at, self.positions))]
+        if self.times is not None:
+            bucket = time_index(seconds, len(self.times) - 1)
+            rows.append(RowsAt(self.times, spread_rows(bucket, at, self.times)))
+        return rows
 
 
 def spread_rows(index: Tensor, at: JaggedPositions, table: Tensor) -> Tensor:

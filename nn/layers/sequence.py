@@ -134,6 +134,14 @@ class LayerNorm(nn.LayerNorm):
 
         return layer_norm(x, self.weight, self.bias, self.eps, swish=swish)
 
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return LN(x), and x for a residual, whose gradient a kernel adds to the norm's without a pass of its own."""
+        if not can_fuse(x, self.weight):
+            return self(x), x
+        from nn.ops.triton.layer_norm import norm_beside
+
+        return norm_beside(x, self.weight, self.bias, self.eps)
+
 
 def _jagged(values: Tensor) -> Any:
     if not can_fuse(values, values):

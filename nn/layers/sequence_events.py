@@ -36,14 +36,15 @@ class SequenceEvents:
         """Events of the longest sample of the batch, a scalar: the same for all parts of it."""
         return (self.lengths if self.of_batch is None else self.of_batch).max()
 
-    def of_samples(self, first: int, end: int) -> "SequenceEvents":
-        """Return the same of some samples, with `part_of` the positions."""
+    def of_samples(self, first: int, end: int, room: int | None = None) -> "SequenceEvents":
+        """Return the same of some samples, with `part_of` the positions; `room`: the events that they have at most, if known."""
         if end - first == len(self.starts):
             return self
-        begin, part = part_of(self.starts, len(self.samples), self.max_length, slice(first, end))
+        some = slice(first, end)
+        begin, part = part_of(self.starts, len(self.samples), self.max_length, some, room)
         return replace(
             self,
-            rows={name: rows.of_samples(first, end) for name, rows in self.rows.items()},
+            rows={name: rows.of_samples(first, end, room) for name, rows in self.rows.items()},
             numbers={name: of.index_select(0, part) for name, of in self.numbers.items()},
             starts=self.starts[first:end] - begin,
             lengths=self.lengths[first:end],

@@ -18,6 +18,7 @@ from nn.ops.column_blocks import GradientBlocks, column_blocks
 from nn.ops.fused_linear import can_fuse
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
 from nn.ops.jagged import pad
+from nn.ops.rows_at import RowsAt, sum_of_rows
 
 # B: samples, C: positions, D: columns of a position, H: heads, K: columns of a head, L: most positions of a sample
 
@@ -80,6 +81,10 @@ class PositionDropout(Dropout):
         """Map [C, D] to the same shape and dtype."""
         return self._drop(x, (at.samples, at.offsets)) if self.training and self.rate > 0 else x
 
+    def of_rows(self, rows: Sequence[RowsAt], at: JaggedPositions) -> Tensor:
+        """Return the dropped out sum of the rows at each position, [C, D], on a GPU in autocast's dtype."""
+        return sum_of_rows(rows, self.mask, (at.samples, at.offsets))
+
 
 class STULayer(nn.Module):
     """x + W_o dropout([u, a, u * LN(a)]) with u, v, q, k = W LN(x) + b and a = `hstu_attention`(q, k, v).
@@ -135,12 +140,14 @@ class STULayer(nn.Module):
 
         `norm`: what the attention of each sample is divided by, [B]. `bias`: added to the scores, [B, L of queries, L].
         """
-        normed = self.input_norm(x)
+        normed, x = self.input_norm.beside(x)
         queries, gradients = at, None
         if only_candidates:
             # Keys and values are those of all positions, and nothing else is.
             queries, rows = at.last(num_candidates)
-            x, own = x.index_select(0, rows), normed.index_select(0, rows)
+            x = x.index_select(0, rows)
+            # Again: a gradient of some rows of `normed` would be as large as that of all.
+            own = self.input_norm(x)
             weights, biases = self.uvqk.weight.chunk(4), self.uvqk.bias.chunk(4)
             inputs = own, normed, own, normed
             u, v, q, k = map(linear, inputs, weights, biases)

@@ -1,6 +1,7 @@
 """HSTU: a transducer over a user's events and the candidates behind them (arXiv:2402.17152), as in MLPerf's `dlrm_v4`."""
 
 import math
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -16,7 +17,6 @@ from nn.layers.stu import PositionDropout, RelativeBias, STULayer, SwishMLP, kep
 from nn.models.event_features import find_events
 from nn.models.model import Activations, Model
 from nn.models.options import AttentionNorm, HSTUOptions, QueryTime
-from nn.ops.fused_linear import as_autocast
 from nn.ops.hstu_attention import JaggedPositions
 
 # B: samples, N: numerical features, K: context vectors, M: candidates, P: positions, D: columns of a position
@@ -108,20 +108,19 @@ class HSTU(Model):
         at, queries = parts.at, parts.at.last(num_candidates)[0]
 
         features = [events.rows[name] for name in inputs.group.features]
-        x = self.items([of.rows for of in features], parts.positions(features, items))
-        if self.actions is not None:
-            x = x + self.actions(events.numbers[options.action], parts)
+        of_items = self.items([of.rows for of in features], parts.positions(features, items))
         if self._num_context:
             vectors = torch.cat(inputs.others(embeddings), dim=1) if found.num_features else None
-            x = parts.with_context(x, self.context(vectors, numerical))
+            of_items = parts.with_context(of_items, self.context(vectors, numerical))
+        rows = [of_items]
+        if self.actions is not None:
+            rows.append(self.actions(events.numbers[options.action], parts))
+        rows = [replace(of, scale=math.sqrt(options.width)) for of in rows]
         hours = None if found.hour is None else numerical[:, found.hour].float()
         from_last = options.query_time is QueryTime.last_event
         ages, seconds = hstu.times_of(events, inputs.group.time, parts, hours, from_last=from_last)
-        # Without a name the sum's parts end here, and not behind the layers.
-        x = x * math.sqrt(options.width) + self.places(
-            at, self._num_context, num_candidates, seconds
-        )
-        x = as_autocast(self.dropout(x, at))
+        rows += self.places(at, self._num_context, num_candidates, seconds)
+        x = self.dropout.of_rows(rows, at)
 
         norm = self._norm(at, events)
         for number, layer in enumerate(self.layers):

@@ -21,9 +21,11 @@ def can_fuse(x: Tensor, weight: Tensor) -> bool:
 
 def as_autocast(x: Tensor) -> Tensor:
     """Cast `x` on a GPU as autocast would for a linear layer."""
-    if torch.is_autocast_enabled("cuda"):
-        return x.to(torch.get_autocast_dtype("cuda"))
-    return x
+    return x.to(autocast_dtype(x))
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
 
 
 def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:

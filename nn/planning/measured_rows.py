@@ -1,19 +1,21 @@
-"""The distinct rows that a rank's batches ask for, of tables whose rows the dense component takes.
+"""The distinct rows that a rank's batches ask for, of tables whose rows the dense component takes, and the events of their parts.
 
 How often ids occur does not tell them: the rows of a user repeat the events of that user.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.schema import Config
-from dataloading.dataset.source import Source
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.sequences import SequenceGroup
+from dataloading.dataset.source import Columns, Source
 from dataloading.loader import Loader, LoaderSettings
 from nn.planning.plan import Hardware, TablePlan
-from nn.sharding.request_capacity import most_expected
+from nn.sharding.request_capacity import event_capacity, most_expected
 
 
 def with_measured_rows(
@@ -24,7 +26,10 @@ def with_measured_rows(
     split: str,
     hardware: Hardware,
 ) -> list[TablePlan]:
-    """Return the plan with what rank 0 and its group ask of each owner; as it is for clicks that are drawn, and raw keys."""
+    """Return the plan with what rank 0 and its group ask of each owner, and the capacity for events of rank 0's parts.
+
+    As it is for clicks that are drawn, and raw keys.
+    """
     tables = [table for table in plan if table.exchange == "rows" and not table.num_vectors]
     if not tables or config.data.path is None or source.spec.dynamic_tables:
         return list(plan)
@@ -36,8 +41,13 @@ def with_measured_rows(
         owner = distinct // -(-table.num_embeddings // owners)
         return np.bincount(owner, minlength=owners).tolist()
 
+    names = [feature.name for feature in source.spec.categorical]
+
     def expected(ranks: int) -> dict[str, tuple[int, ...]]:
-        batches = _ids_of_batches(config, source, split, hardware.world_size, ranks)
+        batches = [
+            dict(zip(names, columns.ids, strict=True))
+            for columns in _batches(config, source, split, hardware.world_size, ranks)
+        ]
         counts = [[counted(table, ids) for table in tables] for ids in batches]
         return {
             table.table: tuple(map(most_expected, zip(*of_table, strict=True)))
@@ -48,6 +58,7 @@ def with_measured_rows(
         has_merged = 1 < hardware.groups < hardware.world_size
         of_rank = expected(1)
         of_group = expected(hardware.world_size // hardware.groups) if has_merged else {}
+        room = _room_of_parts(config, source, split, hardware.world_size)
     except (OSError, ValueError):
         # An estimate does without; the loader names what is wrong.
         return list(plan)
@@ -56,15 +67,41 @@ def with_measured_rows(
             table,
             batch_rows=of_rank.get(table.table, ()),
             group_rows=of_group.get(table.table, ()),
+            part_events=tuple(
+                room[group.name]
+                for group in groups_of_table(source.spec, features[table.table])
+                if group.name in room
+            ),
         )
         for table in plan
     ]
 
 
-def _ids_of_batches(
+def _room_of_parts(config: Config, source: Source, split: str, world_size: int) -> dict[str, int]:
+    """Return the capacity for events of a part of rank 0's batches, by sequence group; none where batches have no parts."""
+    if config.train.accumulate == 1:
+        return {}
+    names = [feature.name for feature in source.spec.categorical]
+    rows = config.train.batch_size // world_size
+    firsts = np.arange(0, rows, -(-rows // config.train.accumulate))
+    most: dict[str, list[int]] = {group.name: [] for group in source.spec.sequences}
+    for columns in _batches(config, source, split, world_size, 1):
+        for group in source.spec.sequences:
+            lengths = columns.lengths[names.index(group.features[0])]
+            assert lengths is not None, "groups are ragged"
+            most[group.name].append(int(np.add.reduceat(lengths, firsts).max()))
+    return {name: event_capacity(of_batches) for name, of_batches in most.items()}
+
+
+def groups_of_table(spec: FeatureSpec, features: Collection[str]) -> list[SequenceGroup]:
+    """Return the sequence groups whose first feature is one of a table's."""
+    return [group for group in spec.sequences if group.features[0] in features]
+
+
+def _batches(
     config: Config, source: Source, split: str, world_size: int, ranks: int
-) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the ids of each feature in batches of the first `ranks` ranks' loaders, those that a step measures."""
+) -> Iterator[Columns]:
+    """Yield batches of the first `ranks` ranks' loaders, those that a step measures."""
     settings = LoaderSettings(
         batch_size=config.train.batch_size,
         seed=config.seed,
@@ -74,7 +111,6 @@ def _ids_of_batches(
     loaders = [
         Loader(source, split, settings, rank=rank, world_size=world_size) for rank in range(ranks)
     ]
-    names = [feature.name for feature in source.spec.categorical]
     for step in loaders[0].spread_steps() or [0]:
         runs = np.concatenate([loader.rows(step).runs for loader in loaders])
-        yield dict(zip(names, source.read(split, runs).ids, strict=True))
+        yield source.read(split, runs)

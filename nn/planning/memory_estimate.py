@@ -5,7 +5,7 @@ A table's size is exact. The rest is computed from shapes, as the step of `nn/tr
 CUDA context, NCCL's buffers and the code of kernels, together 1 to 2 GiB of what `nvidia-smi` shows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -17,6 +17,7 @@ from nn.embedding.declared_tables import embedding_columns
 from nn.embedding.multi_hot import MultiHot
 from nn.models.model import Activations, Model
 from nn.models.registry import build_meta, declared_tables
+from nn.planning.measured_rows import groups_of_table
 from nn.planning.plan import TablePlan
 from nn.sharding.request_capacity import capacity_for
 from nn.tiers.traffic import expected_distinct, power_law_share
@@ -89,8 +90,10 @@ def plan_memory(
     eval_batch = config.eval.batch_size // world_size
     features = _ids_of_tables(declared, seen, batch)
     requests = requests_of(config, seen, plan, world_size)
+    rows, room = -(-batch // config.train.accumulate), _room_of_parts(seen, plan, features)
+    events = _events(seen, batch), _events(seen, batch, rows, room)
     dense_pass = _dense_pass(
-        config, model, seen, batch, embedding_bytes, requests, is_alone=not is_sent
+        config, model, events, batch, embedding_bytes, requests, is_alone=not is_sent
     )
     eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
     others = not_requested(plan, requests)
@@ -286,15 +289,30 @@ def _bytes_of_batches(
     return batch_bytes + exchange_bytes, arrived_bytes
 
 
-def _events(spec: FeatureSpec, batch: int, rows: int) -> dict[str, int]:
-    """Return the events of each sequence group that `rows` of a rank's batch have room for."""
+def _room_of_parts(
+    spec: FeatureSpec, plan: Sequence[TablePlan], features: Mapping[str, Collection[str]]
+) -> dict[str, int]:
+    """Return the events of each sequence group for which a part of a batch has room, where they are measured."""
+    return {
+        group.name: room
+        for table in plan
+        if table.part_events
+        for group, room in zip(
+            groups_of_table(spec, features[table.table]), table.part_events, strict=True
+        )
+    }
+
+
+def _events(
+    spec: FeatureSpec, batch: int, rows: int | None = None, room: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Return the events of each sequence group that a rank's batch has room for, or a part of `rows`."""
     counts = id_counts(spec, batch)
     events = {group.name: counts[group.features[0]].capacity for group in spec.sequences}
-    if rows == batch:
+    if rows is None or rows == batch:
         return events
-    return {
-        group.name: min(rows * group.max_length, events[group.name]) for group in spec.sequences
-    }
+    most = {**events, **(room or {})}
+    return {group.name: min(rows * group.max_length, most[group.name]) for group in spec.sequences}
 
 
 def update_bytes(num_keys: float, columns: int) -> int:
@@ -394,18 +412,16 @@ class _RowBytes:
         cls,
         config: Config,
         model: Model,
-        spec: FeatureSpec,
+        events_of: tuple[Mapping[str, int], Mapping[str, int]],
         requests: Sequence[Requests],
-        batch: int,
-        rows: int,
     ) -> "_RowBytes":
-        """Return those of a pass over some rows of a rank's batch."""
+        """Return those of a pass over some rows of a rank's batch, of whose events `events_of` has those of both."""
         amp = config.train.amp
         narrow, sent_bytes = (4 if amp is Amp.off else 2), (2 if amp is Amp.bf16 else 4)
         tables = [asked for asked in requests if asked.hands_out]
         distinct = {asked.tables[0]: sum(asked.capacity) for asked in tables}
         elements = sum(asked.columns * sum(asked.capacity) for asked in tables)
-        events, of_batch = _events(spec, batch, rows), _events(spec, batch, batch)
+        of_batch, events = events_of
         share = sum(events.values()) / max(sum(of_batch.values()), 1) if events else 1.0
         by_id = (
             asked.columns
@@ -435,16 +451,19 @@ def _sum_of(columns: Mapping[str, int], counts: Mapping[str, int]) -> int:
 def _dense_pass(
     config: Config,
     model: Model,
-    spec: FeatureSpec,
+    events_of: tuple[Mapping[str, int], Mapping[str, int]],
     batch: int,
     embedding_bytes: int,
     requests: Sequence[Requests],
     *,
     is_alone: bool,
 ) -> int:
-    """Return the bytes of the dense component's pass over a rank's batch, whose rows have `embedding_bytes` of vectors."""
+    """Return the bytes of the dense component's pass over a rank's batch, whose rows have `embedding_bytes` of vectors.
+
+    `events_of`: those that the batch has room for, and those of a part.
+    """
     chunk, local = -(-batch // config.train.accumulate), batch * embedding_bytes
-    of_rows = _RowBytes.of(config, model, spec, requests, batch, chunk)
+    of_rows = _RowBytes.of(config, model, events_of, requests)
     if chunk == batch:
         return _pass_over(config, model, batch, local, of_rows, is_alone)
     of_chunk = _pass_over(config, model, chunk, chunk * embedding_bytes, of_rows, is_alone)

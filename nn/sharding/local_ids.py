@@ -9,17 +9,26 @@ from dataloading.dataset.batch_layout import Doublings
 
 
 @dataclass(frozen=True, slots=True)
+class PartCapacity:
+    """The events of each sequence group, `most`, for which a part of `rows` samples of a batch has room."""
+
+    rows: int
+    most: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """Numbers of ids and rows that fit into a batch's exchange; a step is captured with the capacity that `is_usual`.
 
     `doublings` is how often the capacity of each ragged feature is doubled, usually empty; `requests` has, of each group of
     requested tables, the rows that a rank can ask of each owner, and `merged` the distinct ones that a group of ranks can; empty
-    where no owner merges them.
+    where no owner merges them. `parts` has the events of parts of the batch; None: as many as fit in the batch.
     """
 
     doublings: Doublings = ()
     requests: tuple[tuple[int, ...], ...] = ()
     merged: tuple[tuple[int, ...], ...] = ()
+    parts: PartCapacity | None = None
     is_usual: bool = True
 
 

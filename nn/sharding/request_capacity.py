@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dataloading.dataset.batch_layout import NO_ID, Doublings
 from nn.distributed.process_group import HostChannel
-from nn.sharding.local_ids import Capacity
+from nn.sharding.event_parts import EventParts
+from nn.sharding.local_ids import Capacity, PartCapacity
 from nn.sharding.placement import RankTables
 from nn.sharding.request_keys import RequestKeys, RowCapacity, SortedKeys
 
@@ -20,6 +21,8 @@ Rows = tuple[tuple[int, ...], ...]
 RESERVE = 1.125
 """Usual capacity, times the rows that a measured batch asks for; `SPREAD` adds what small batches need."""
 SPREAD = 6.0
+EVENT_RESERVE = 1.03125
+"""Usual capacity for the events of a part of a batch, times those of the largest of several measured ones."""
 DEVIATIONS = 2.0
 """Standard deviations of measured batches by which others may ask for more than the largest of them."""
 
@@ -29,16 +32,27 @@ def capacity_for(rows: float) -> int:
     return max(math.ceil(RESERVE * rows + SPREAD * rows**0.5), 1)
 
 
+def event_capacity(batches: Sequence[int]) -> int:
+    """Return the usual capacity for the events of a part, where the largest parts of some batches have so many."""
+    reserve = EVENT_RESERVE if len(batches) > 1 else RESERVE
+    most = most_expected(batches)
+    return max(math.ceil(reserve * most + SPREAD * most**0.5), 1)
+
+
 def most_expected(rows: Sequence[int]) -> int:
     """Return the rows that hardly a batch exceeds, where some ask for `rows`; those of a single one."""
     return max(rows) + math.ceil(DEVIATIONS * statistics.pstdev(rows))
 
 
 class RequestCapacity:
-    """Capacity for requested rows; all ranks must call the methods alike."""
+    """Capacity for requested rows, and for the events of parts of a batch; all ranks must call the methods alike.
 
-    def __init__(self, tables: RankTables) -> None:
+    `part_rows`: samples of a rank that the dense component takes at once; None: all.
+    """
+
+    def __init__(self, tables: RankTables, part_rows: int | None = None) -> None:
         self._tables = tables
+        self._part_rows = part_rows if tables.sequences.groups else None
         # All ranks must have the same capacity.
         self._channel = HostChannel() if tables.placement.requested else None
         self._usual: dict[int, Capacity] = {}
@@ -52,28 +66,48 @@ class RequestCapacity:
         """Set the capacity for full batches of one size from the ids of some, unless it is set."""
         if self._channel is None or batch_size in self._usual:
             return
-        counts = [self._counts(self._channel, batch_size, ids, (), None) for ids in batches]
+        counts: list[tuple[Rows, Rows]] = []
+        events: list[list[float]] = []
+        for ids in batches:
+            counts.append(self._counts(self._channel, batch_size, ids, (), None))
+            if self._part_rows is not None:
+                parts = EventParts(self._tables, batch_size, self._part_rows)
+                events.append(self._channel.maximum(parts.most(ids).tolist()))
         if counts:
             requests, merged = map(_most_expected, zip(*counts, strict=True))
-            self._usual[batch_size] = Capacity((), _with_reserve(requests), _with_reserve(merged))
+            most = [event_capacity(list(map(int, group))) for group in zip(*events, strict=True)]
+            self._usual[batch_size] = Capacity(
+                (), _with_reserve(requests), _with_reserve(merged), self._of_parts(most)
+            )
 
     def facts(self) -> dict[str, Any]:
         """Return the usual capacities as a checkpoint holds them: of every batch size so far, and for which shards."""
         rows = {str(size): capacity.requests for size, capacity in self._usual.items()}
-        facts = {"shards": self._shards(), "rows": rows}
+        facts: dict[str, Any] = {"shards": self._shards(), "rows": rows}
         if self._merges:
             facts["merged"] = {str(size): usual.merged for size, usual in self._usual.items()}
+        if self._part_rows is not None:
+            facts["part_rows"] = self._part_rows
+            facts["parts"] = {
+                str(size): [usual.parts.most] for size, usual in self._usual.items() if usual.parts
+            }
         return facts
 
     def take(self, facts: Mapping[str, Any]) -> None:
         """Take over the capacities of `facts` if they are for the same shards, so that a resumed run has the same shapes."""
         if facts["shards"] != self._shards() or ("merged" in facts) != self._merges:
             return
+        if facts.get("part_rows", self._part_rows) != self._part_rows:
+            return
         for size, rows in facts["rows"].items():
             merged = facts["merged"][size] if self._merges else [[]] * len(rows)
+            [most] = facts.get("parts", {}).get(size) or [[]]
             self._usual[int(size)] = Capacity(
-                (), tuple(map(tuple, rows)), tuple(map(tuple, merged))
+                (), tuple(map(tuple, rows)), tuple(map(tuple, merged)), self._of_parts(most)
             )
+
+    def _of_parts(self, most: Sequence[int]) -> PartCapacity | None:
+        return PartCapacity(self._part_rows, tuple(most)) if self._part_rows and most else None
 
     @property
     def _merges(self) -> bool:

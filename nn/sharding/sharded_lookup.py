@@ -16,6 +16,7 @@ from nn.layers.distinct_rows import DistinctRows
 from nn.layers.sequence_events import SequenceEvents
 from nn.ops.table_rows import TableRows
 from nn.sharding.arrived_ids import ArrivedIds, features_of
+from nn.sharding.event_parts import PartRoom
 from nn.sharding.id_all_to_all import IdAllToAll
 from nn.sharding.local_ids import Capacity, LocalIds, RequestedIds
 from nn.sharding.placement import Placement, RankTables, RequestedTables
@@ -125,6 +126,9 @@ class ShardedLookup:
         self._ranks, self._rank_group, self._tier = ranks, rank_group, tables.tier
         self._channels, self._sequences = tables.channels, tables.sequences
         self._capacity = capacity
+        self._part_room = None
+        if capacity.parts is not None:
+            self._part_room = PartRoom(tables, batch_size, capacity.parts, capacity.doublings)
         counts = tables.counts(batch_size, capacity.doublings)
         self._exchange = IdAllToAll(
             [features_of(shards, counts) for shards in placement.owned_by_rank] * rank_group.count,
@@ -187,7 +191,10 @@ class ShardedLookup:
         sent = [requested.exchange.send(ids, num_valid) for requested in self._requested]
         overflows = None
         if sent:
-            lacking = torch.stack([lacks for _, _, lacks in sent]).any(0).int()
+            lacks = [lacks for _, _, lacks in sent]
+            if self._part_room is not None:
+                lacks.append(self._part_room.is_exceeded(ids))
+            lacking = torch.stack(lacks).any(0).int()
             overflows = self._ranks.all_reduce_max(lacking, self._channels.all_ranks)
         local = LocalIds(
             self._slots(
@@ -216,6 +223,11 @@ class ShardedLookup:
     def _returned(self) -> Tensor:
         """The buffer in which gradients of the group arrive; evaluation does not need it."""
         return torch.empty_like(self._sent)
+
+    @property
+    def part_events(self) -> dict[str, int]:
+        """The events for which a part of the batch has room, by sequence group; others have room for all of their samples."""
+        return {} if self._part_room is None else self._part_room.events
 
     def look_up(self, ids: LocalIds) -> Tensor:
         """Look up the ids and send the embeddings to the ranks of their samples.

@@ -133,7 +133,7 @@ class _LookedUp:
 
     def _sequence_of(self, group: str) -> SequenceEvents:
         events = self._lookup.sequence(self._ids, group, self._all_rows_of, self._events)
-        return events.of_samples(self._first, self._end)
+        return events.of_samples(self._first, self._end, self._lookup.part_events.get(group))
 
 
 class ForwardBackward:

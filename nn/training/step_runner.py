@@ -24,7 +24,7 @@ from nn.training.step_builder import StepBuilder
 class StepRunner:
     """Exchange of ids, and passes over batches; all ranks must call the methods alike.
 
-    `builder` makes what batches of a size need; `request_capacity` is for the distinct rows of a batch. `num_launched` are
+    `builder` makes what batches of a size need; `request_capacity` is for the distinct rows of a batch, and for the events of its parts. `num_launched` are
     trained batches whose pass was no CUDA graph.
     """
 
@@ -37,7 +37,7 @@ class StepRunner:
         self._capacity = SharedCapacity(tables, context.ranks)
         self._ids_are_here = _arrive_as_they_are(tables.rank_tables)
         self._no_ids = torch.empty(0, dtype=torch.int32, device=context.ranks.device)
-        self.request_capacity = RequestCapacity(tables.rank_tables)
+        self.request_capacity = RequestCapacity(tables.rank_tables, context.chunk_rows)
         self._warn = SlowBatchWarning(context.ranks)
         self.num_launched = 0
 
@@ -133,7 +133,7 @@ class StepRunner:
         if not rows.overflow():
             return rows
         self._warn(
-            "a batch asks for more distinct rows of tables than the captured step has room for"
+            "a batch asks for more distinct rows of tables, or a part of it has more events, than the captured step has room for"
         )
         rows.ids_are_read()
         sent = self._send_exactly(batch)

@@ -1,5 +1,7 @@
 """Dropout on a GPU as one kernel that hashes counters instead of reading a mask; see `nn.ops.dropout_mask`."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -46,6 +48,16 @@ def apply_mask(
             HAS_OFFSETS=at is not None,
         )
     return out
+
+
+def mask_arguments(
+    mask: DropoutMask | None, rows: int, at: tuple[Tensor, Tensor], unused: Tensor
+) -> dict[str, Any]:
+    """Return what kernels take of the mask of `rows` positions that lie `at`; of none any tensor, which they do not read."""
+    if mask is None:
+        return {"at": (*at, unused, unused), "key": 0, "threshold": 0, "scale": 1.0}
+    counters = (*(mask.shifted(rows, at) or at), mask.step, mask.first_row)
+    return {"at": counters, "key": mask.key, "threshold": mask.threshold, "scale": mask.scale}
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from nn.ops.column_blocks import GradientBlocks
 from nn.ops.dropout_mask import DropoutMask
 from nn.ops.triton.column_sums import column_sums
-from nn.ops.triton.dropout import is_kept, row_bits
+from nn.ops.triton.dropout import is_kept, mask_arguments, row_bits
 
 # R: rows, C: columns, P: programs
 
@@ -24,6 +24,9 @@ PROGRAMS = 528
 """Most programs of the backward pass: 4 for each multiprocessor of an H100."""
 # Numbers of a matrix that a program reads at once, if a row has no more.
 FORWARD, BACKWARD, GATE_FORWARD, GATE_BACKWARD = 4096, 2048, 2048, 1024
+WIDE = 512
+"""Columns from which the backward pass takes a row at once, by few warps that load the next ones meanwhile."""
+WIDE_PROGRAMS, WIDE_STAGES = 2112, 3
 
 
 class Shape(NamedTuple):
@@ -35,6 +38,7 @@ class Shape(NamedTuple):
     WIDTH: int = 0  # columns of a gate's result
     SWISH: bool = False
     DROPS: bool = False
+    STAGES: int = 1  # rows that are on their way at once, in the backward pass
     T: int = 1  # tokens, and whether they are mixed, of `nn.ops.triton.rankmixer`
     MIXES: bool = False
 
@@ -44,7 +48,13 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, swish: bool = False
 ) -> Tensor:
     """Map [..., C] to LN(x) or, if `swish`, to x * sigmoid(LN(x)), in the same dtype."""
-    return _Norm.apply(x, weight, bias, eps, swish)
+    return _Norm.apply(x, weight, bias, eps, swish, False)
+
+
+@torch.compiler.disable
+def norm_beside(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return LN(x), and x for what is beside the norm, whose gradient the norm's kernel adds."""
+    return _Norm.apply(x, weight, bias, eps, False, True)
 
 
 @torch.compiler.disable
@@ -71,27 +81,27 @@ def gate(
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, swish: bool
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float, swish: bool, beside: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         x = x.contiguous()
         ctx.save_for_backward(x, weight, bias)
         ctx.options = eps, swish
         out = torch.empty_like(x)
         rows, programs, shape, num_warps = _layout(x, FORWARD, SWISH=swish)
         _norm[(programs,)](x, weight, bias, out, rows, eps, shape, num_warps=num_warps)
-        return out
+        return (out, x) if beside else out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *beside: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         eps, swish = ctx.options
         of_x = torch.empty_like(x)
-        rows, programs, shape, num_warps = _layout(x, BACKWARD, SWISH=swish)
+        rows, programs, shape, num_warps = _backward_layout(x, BACKWARD, SWISH=swish)
         sums = _partial_sums(x, programs)
-        inputs = grad.contiguous(), x, weight, bias
+        inputs = grad.contiguous(), x, weight, bias, beside[0].contiguous() if beside else None
         _norm_gradient[(len(sums),)](*inputs, of_x, sums, rows, eps, shape, num_warps=num_warps)
-        return of_x, *_total(sums, weight), None, None
+        return of_x, *_total(sums, weight), None, None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -110,7 +120,7 @@ class _Gate(torch.autograd.Function):
         u = u if u.stride(1) == 1 else u.contiguous()
         ctx.save_for_backward(u, a, weight, bias)
         ctx.options = options
-        programs, rest = _gate_arguments(u, a, GATE_FORWARD, *options)
+        programs, rest = _gate_arguments(u, a, *options)
         out = a.new_empty(len(a), rest["S"].WIDTH)
         _gate[(programs,)](u, a, weight, bias, out, **rest)
         return out
@@ -121,7 +131,7 @@ class _Gate(torch.autograd.Function):
         u, a, weight, bias = ctx.saved_tensors
         of_u = torch.empty_like(a) if ctx.gradients is None else ctx.gradients.block(0)
         of_a = torch.empty_like(a)
-        programs, rest = _gate_arguments(u, a, GATE_BACKWARD, *ctx.options)
+        programs, rest = _gate_arguments(u, a, *ctx.options, is_backward=True)
         sums = _partial_sums(a, programs)
         results = of_u, of_a, sums
         rest["of_u_stride"] = of_u.stride(0)
@@ -138,6 +148,16 @@ def _layout(x: Tensor, elements: int, **options: Any) -> tuple[int, int, Shape, 
     return rows, programs, shape, min(max(shape.BLOCK_C // 512, 4), 16)
 
 
+def _backward_layout(x: Tensor, elements: int, **options: Any) -> tuple[int, int, Shape, int]:
+    """Return what `_layout` does, with at most as many programs as have sums of their own."""
+    block = triton.next_power_of_2(x.shape[-1])
+    if block < WIDE:
+        rows, programs, *rest = _layout(x, elements, **options)
+        return rows, min(programs, PROGRAMS), *rest
+    rows, programs, shape, _ = _layout(x, block, STAGES=WIDE_STAGES, **options)
+    return rows, min(programs, WIDE_PROGRAMS), shape, min(block // 256, 16)
+
+
 def shape_of(x: Tensor, elements: int, **options: Any) -> Shape:
     block = triton.next_power_of_2(x.shape[-1])
     return Shape(x.shape[-1], block, max(elements // block, 1), **options)
@@ -146,27 +166,27 @@ def shape_of(x: Tensor, elements: int, **options: Any) -> Shape:
 def _gate_arguments(
     u: Tensor,
     a: Tensor,
-    elements: int,
     eps: float,
     mask: DropoutMask | None,
     at: tuple[Tensor, Tensor],
     concat: bool,
+    *,
+    is_backward: bool = False,
 ) -> tuple[int, dict[str, Any]]:
     """Return the programs of a gate's kernel as `_layout`, and its arguments but the matrices and parameters."""
     options = {"WIDTH": (3 if concat else 1) * a.shape[1], "DROPS": mask is not None}
-    rows, programs, shape, num_warps = _layout(a, elements, **options)
-    arguments = {"at": (*at, u, u), "key": 0, "threshold": 0, "scale": 1.0}
-    if mask is not None:
-        counters = (*(mask.shifted(rows, at) or at), mask.step, mask.first_row)
-        arguments = {"at": counters, "key": mask.key, "threshold": mask.threshold}
-        arguments["scale"] = mask.scale
+    layout, elements = _layout, GATE_FORWARD
+    if is_backward:
+        layout, elements = _backward_layout, GATE_BACKWARD
+    rows, programs, shape, num_warps = layout(a, elements, **options)
+    arguments = mask_arguments(mask, rows, at, u)
     arguments |= {"rows": rows, "u_stride": u.stride(0), "eps": eps, "S": shape}
     return programs, arguments | {"num_warps": num_warps}
 
 
 def _partial_sums(x: Tensor, programs: int) -> Tensor:
     """Return the memory of the sums of each program for weight and bias, [P, 2 C]."""
-    return x.new_empty(min(programs, PROGRAMS), 2 * x.shape[-1], dtype=torch.float32)
+    return x.new_empty(programs, 2 * x.shape[-1], dtype=torch.float32)
 
 
 def _total(sums: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -233,10 +253,11 @@ def _norm(x, weight, bias, out, rows, eps, S: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _norm_gradient(grad, x, weight, bias, of_x, sums, rows, eps, S: tl.constexpr):
+def _norm_gradient(grad, x, weight, bias, beside, of_x, sums, rows, eps, S: tl.constexpr):
     column, factor, shift = parameters(weight, bias, S)
     of_weight, of_bias = zeros(S), zeros(S)
-    for block in range(tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)):
+    begin, blocks, step = tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)
+    for block in tl.range(begin, blocks, step, num_stages=S.STAGES):
         row = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R)[:, None]
         inside = (row < rows) & (column < S.C)
         offset = row.to(tl.int64) * S.C + column
@@ -251,6 +272,8 @@ def _norm_gradient(grad, x, weight, bias, of_x, sums, rows, eps, S: tl.constexpr
         result = input_gradient(slope * factor, normalised, rstd, S)
         if S.SWISH:
             result += direct
+        if beside is not None:
+            result += load(beside, offset, inside)
         store(of_x, offset, result, inside)
     store_sums(sums, of_weight, of_bias, column, S)
 
@@ -316,7 +339,8 @@ def _gate_gradient(
 ):
     column, factor, shift = parameters(weight, bias, S)
     of_weight, of_bias = zeros(S), zeros(S)
-    for block in range(tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)):
+    begin, blocks, step = tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)
+    for block in tl.range(begin, blocks, step, num_stages=S.STAGES):
         row = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R)
         bits, first = 0, 0
         if S.DROPS:

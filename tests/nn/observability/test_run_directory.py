@@ -101,6 +101,7 @@ def test_config_and_plan_are_written_as_given(tmp_path):
             "exchange": "vectors",
             "batch_rows": [],
             "group_rows": [],
+            "part_events": [],
         }
     ]
 

@@ -43,7 +43,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 108
+    assert done.stdout.count("compiled") == 110
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -64,6 +64,7 @@ def run() -> None:
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
     from nn.ops.triton.mlp import _logit_forward, _relu_backward
     from nn.ops.triton.parameters import ALIGN, _cast
+    from nn.ops.triton.rows_at import _sum_of_rows
     from nn.ops.triton.served_lookup import _cold_rows, _served_lookup
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
 
@@ -170,6 +171,10 @@ def run() -> None:
         pointers = {"x": dtype, "out": dtype, "step": "*i64", "first_row": "*i64"}
         pointers |= {"samples": "*i32", "offsets": "*i32", "columns": "i32", "scale": "fp32"}
         build(_dropout, pointers, HAS_OFFSETS=True)
+        tables = {"tables": (dtype, dtype, "*fp32"), "indices": ("*i32", "*i64", "*i64")}
+        numbers = {"scales": ("fp32",) * 3, "at": ("*i64",) * 4, "scale": "fp32", "columns": "i32"}
+        sizes = {"TABLES": 3, "DROPS": True, "BLOCK_P": 4, "BLOCK_C": 512}
+        build(_sum_of_rows, {"out": dtype} | tables | numbers, **sizes)
 
     build_fp8()
     build_jagged()
@@ -191,10 +196,12 @@ def build_layer_norm() -> None:
         ("*bf16", 512, True),
         ("*fp32", 100, True),
     ):
-        matrices = dict.fromkeys(("x", "u", "a", "grad", "out", "of_x"), dtype)
+        matrices = dict.fromkeys(("x", "u", "a", "grad", "out", "of_x", "beside"), dtype)
         dtypes, block = matrices | of_columns | numbers, next_power_of_2(columns)
         width = columns * (3 if chosen else 1)
-        shape = kernels.Shape(columns, block, 2048 // block, width, chosen, chosen)
+        is_wide = block >= kernels.WIDE
+        rows, stages = (1, kernels.WIDE_STAGES) if is_wide else (2048 // block, 1)
+        shape = kernels.Shape(columns, block, rows, width, chosen, chosen, stages)
         aligned = [*matrices, *of_columns, "u_stride", "of_u_stride"] * (columns != 100)
         for kernel in (kernels._norm, kernels._norm_gradient, kernels._gate):
             build(kernel, dtypes, aligned=aligned, S=shape)

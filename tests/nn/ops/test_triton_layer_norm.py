@@ -16,7 +16,7 @@ from tests.helpers.gpus import check_same_bits, needs_no_gpu, needs_one_gpu
 EPS = 1e-5
 # Of the norm of a result: some roundings of an element in its dtype.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
-FORMS = ["norm", "swish", "gate", "gate without concat", "gate with dropout"]
+FORMS = ["norm", "swish", "beside", "gate", "gate without concat", "gate with dropout"]
 FORMS += ["gate with dropout of dealt rows"]
 # Programs take one block of rows, several, and no whole one.
 ROWS = [0, 1, 7, 20_011] if torch.cuda.is_available() else [0, 1, 7, 50]
@@ -36,6 +36,11 @@ def inputs_of(form: str, rows: int, columns: int, device: str, dtype: torch.dtyp
 def kernels_of(form: str, rows: int, device: str) -> Callable[..., Tensor]:
     from nn.ops.triton import layer_norm as kernels
 
+    if form == "beside":
+        # Two of what is beside the norm, so that its gradient is another.
+        return lambda *of: torch.cat(
+            [part * n for n, part in enumerate(kernels.norm_beside(*of, EPS), 1)]
+        )
     if not form.startswith("gate"):
         return lambda x, *of: kernels.layer_norm(x, *of, EPS, swish=form == "swish")
 
@@ -50,6 +55,8 @@ def kernels_of(form: str, rows: int, device: str) -> Callable[..., Tensor]:
 def plain_of(form: str, device: str) -> Callable[..., Tensor]:
     def run(x: Tensor, weight: Tensor, bias: Tensor, u: Tensor | None = None) -> Tensor:
         normed = layer_norm(x, weight.shape, weight, bias, EPS)
+        if form == "beside":
+            return torch.cat([normed, 2 * x])
         if u is None:
             return x * torch.sigmoid(normed) if form == "swish" else normed
         parts = [silu(u), x, silu(u) * normed]
@@ -99,9 +106,11 @@ def test_the_interpreted_norms_are_exact(form, monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 3)
     for name in ("FORWARD", "BACKWARD", "GATE_FORWARD", "GATE_BACKWARD"):
         monkeypatch.setattr(kernels, name, 256)
+    monkeypatch.setattr(kernels, "WIDE_PROGRAMS", 2)
     for columns in (16, 100):
         for rows in ROWS:
             check(form, rows, columns, "cpu", torch.float32)
+    check(form, 7, 600, "cpu", torch.float32)
 
 
 @needs_one_gpu

@@ -217,9 +217,8 @@ def test_a_batch_beyond_the_capacity_is_reported(dataset, monkeypatch):  # noqa:
     reasons: list[str] = []
     monkeypatch.setattr("nn.training.step_runner.SlowBatchWarning", lambda ranks: reasons.append)
     sharded([taker(dataset)])
-    assert set(reasons) == {
-        "a batch asks for more distinct rows of tables than the captured step has room for"
-    }
+    (reason,) = set(reasons)
+    assert reason.startswith("a batch asks for more distinct rows of tables, or ")
 
 
 def test_the_model_is_described_and_built_again_with_its_rows(dataset):  # noqa: F811

@@ -86,7 +86,7 @@ def trained(cases: list[list[str]]) -> list[tuple[list[float], int]]:
 @pytest.mark.parametrize("num_ranks", worlds(1, 2))
 def test_the_captured_step_trains_as_the_launched_one_and_as_cpus(log, num_ranks, tmp_path):
     """With the benchmark's chunks, attention, and tables on disk."""
-    on_disk = "sharding.tables={user_x_artist: {tier: disk, cache: 0.5}, item_id: table_wise}"
+    on_disk = "sharding.tables={user_x_artist: {tier: disk, cache: 0.7}, item_id: table_wise}"
     each = overrides(log, "train.accumulate=4", f"sharding.disk_path={tmp_path}", on_disk)
     captured = [[*each, *ON_GPU, f"train.amp={amp}"] for amp in ("bf16", "off")]
     launched = [[*case, "train.capture=false"] for case in captured]

@@ -259,6 +259,7 @@ def ranks_with_room(
         for module, name in ((batch_layout, "CAPACITY"), (request_capacity, "RESERVE")):
             patched.setattr(module, name, reserve)
             patched.setattr(module, "SPREAD", spread)
+        patched.setattr(request_capacity, "EVENT_RESERVE", min(reserve, 1.03125))
         yield
 
 
@@ -357,6 +358,59 @@ def test_it_trains_as_plain_pytorch_at_any_fill(dataset, wanted, world_size, res
                 rows, columns = weight.shape
                 whole = expected.tables[table][row : row + rows, column : column + columns]
                 torch.testing.assert_close(weight, whole, rtol=2e-5, atol=2e-5, msg=str(case))
+
+
+def parts_of(overrides: list[str], room: int | None) -> tuple[list[float], list[str], list[int]]:
+    """Return losses, what was said of slow batches, and the events that a part has room for; `room` replaces what is measured."""
+    said: list[str] = []
+    with ranks_with_room(), pytest.MonkeyPatch.context() as patched:
+        patched.setattr("nn.training.step_runner.SlowBatchWarning", lambda ranks: said.append)
+        if room is not None:
+            patched.setattr(request_capacity, "event_capacity", lambda batches: room)
+        run = built(overrides)
+        losses = run.train(0, NUM_STEPS)
+        facts = run.step.runner.request_capacity.facts()
+        [most] = facts.get("parts", {}).get(str(64 // run.ranks.world_size), [[]])
+        run.step.close()
+    return losses, said, list(most)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_parts_of_a_batch_have_room_for_the_events_that_parts_have(dataset, num_ranks):
+    """Less than any of their samples may have; a batch with more takes the slower way."""
+    cases = ((CHUNKS, None), (CHUNKS, 1), ("train.accumulate=1", None))
+    measured, over, whole = (
+        run_distributed(parts_of, num_ranks, overrides_of(dataset, "sgd", "mixed", chunks), room)[0]
+        for chunks, room in cases
+    )
+    losses, said, most = measured
+    assert losses == pytest.approx(whole[0], rel=1e-6)
+    assert said == whole[1] == whole[2] == []
+    for group, room in zip(GROUPS, most, strict=True):
+        assert room < -(-64 // num_ranks // 3) * group.max_length
+    assert over[0] == pytest.approx(whole[0], rel=1e-6)
+    assert len(over[1]) >= NUM_STEPS - 1, "the last batch of an epoch is smaller"
+    assert over[2] == [1, 1]
+
+
+def test_a_checkpoint_has_the_room_of_parts(dataset):
+    with ranks_with_room():
+        first, other, older = (
+            built(overrides_of(dataset, "sgd", "mixed", chunks)).step.runner
+            for chunks in (CHUNKS, "train.accumulate=2", CHUNKS)
+        )
+        loader = built(overrides_of(dataset, "sgd", "mixed", CHUNKS)).train_loader
+        first.measure(loader)
+        facts = json.loads(json.dumps(first.request_capacity.facts()))
+        assert facts["part_rows"] == 22
+        other.request_capacity.take(facts)
+        assert not other.request_capacity.facts()["rows"], "parts of other sizes"
+        # Of a program that gave parts room for all events of their samples.
+        del facts["part_rows"], facts["parts"]
+        older.request_capacity.take(facts)
+        older.measure(loader)
+        found = json.loads(json.dumps(older.request_capacity.facts()))
+        assert found == facts | {"part_rows": 22, "parts": {}}
 
 
 def resumed(directory: Path, overrides: list[str]) -> tuple[list[float], list[float], bool]:

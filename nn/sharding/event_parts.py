@@ -1,0 +1,50 @@
+"""Events of the parts of a batch that the dense component takes one after another (`train.accumulate`)."""
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dataloading.dataset.batch_layout import Doublings
+from nn.sharding.local_ids import PartCapacity
+from nn.sharding.placement import RankTables
+
+
+class EventParts:
+    """Counts of events by sequence group, of parts of `part_rows` of a rank's `batch_size` samples."""
+
+    def __init__(
+        self, tables: RankTables, batch_size: int, part_rows: int, doublings: Doublings = ()
+    ) -> None:
+        counts = tables.counts(batch_size, doublings)
+        sizes = {name: count.sent_size(batch_size) for name, count in counts.items()}
+        starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        firsts = [group.features[0] for group in tables.sequences.groups]
+        # The lengths of the samples lie behind the ids.
+        self._lengths = [starts[name] + counts[name].capacity for name in firsts]
+        self._batch_size, self._part_rows = batch_size, part_rows
+
+    def most(self, ids: Tensor) -> Tensor:
+        """Return the events of the part that has most of each group, int64 [groups], of a batch's ids."""
+        if not self._lengths:
+            return ids.new_zeros(0, dtype=torch.int64)
+        lengths = torch.stack([ids.narrow(0, at, self._batch_size) for at in self._lengths]).long()
+        in_parts = pad(lengths, (0, -self._batch_size % self._part_rows))
+        return in_parts.unflatten(1, (-1, self._part_rows)).sum(2).amax(1)
+
+
+class PartRoom:
+    """What a captured step has room for: `events` of a part, by sequence group."""
+
+    def __init__(
+        self, tables: RankTables, batch_size: int, capacity: PartCapacity, doublings: Doublings
+    ) -> None:
+        groups = [group.name for group in tables.sequences.groups]
+        self.events = dict(zip(groups, capacity.most, strict=True))
+        self._parts = EventParts(tables, batch_size, capacity.rows, doublings)
+        self._limits = torch.tensor(capacity.most, device=tables.ranks.device)
+
+    def is_exceeded(self, ids: Tensor) -> Tensor:
+        """Return whether a part of a batch with these ids has more events, bool [1]."""
+        return (self._parts.most(ids) > self._limits).any().view(1)
