@@ -252,7 +252,7 @@ class TrainStep:
         return state
 
     def _keys(self, *, with_counts: bool) -> State:
-        """Return `keys.<table>.<name>` of the raw keys' maps: the keys of rows and, to train on, their facts; copies if this rank maps."""
+        """Return `keys.<table>.<name>` of raw keys: those of rows and, to train on, their facts; copies if this rank maps."""
         if self.key_maps is None:
             return {}
         state: State = {
