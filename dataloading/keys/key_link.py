@@ -40,14 +40,14 @@ class SharedCells:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
-class KeyServer:
-    """The side of the rank that maps."""
+class KeyServer(SharedCells):
+    """The side of the rank that maps; the cells are zeros."""
 
     def __init__(self, num_cells: int) -> None:
-        self._descriptor = os.memfd_create("keys")
-        os.truncate(self._descriptor, 16 + 16 * num_cells)
-        self.shared = SharedCells(self._descriptor)
-        self.shared.head[1] = DRAWN
+        descriptor = os.memfd_create("keys")
+        os.truncate(descriptor, 16 + 16 * num_cells)
+        super().__init__(descriptor)
+        self.head[1] = DRAWN
         self._peers: list[Connection] = []
 
     def listen(self) -> tuple[Any, bytes]:
@@ -60,15 +60,15 @@ class KeyServer:
         with self._listener:
             for _ in range(number):
                 self._peers.append(self._listener.accept())
-                send_handle(self._peers[-1], self._descriptor, None)
+                send_handle(self._peers[-1], self._file.fileno(), None)
 
     @contextmanager
     def changing(self, message: Callable[[], object]) -> Iterator[None]:
         """Change the indexes while nobody reads them, and then send a message."""
-        with self.shared.locked(fcntl.LOCK_EX):
-            self.shared.head[0] |= 1
+        with self.locked(fcntl.LOCK_EX):
+            self.head[0] |= 1
             yield
-            self.shared.head[0] += 1
+            self.head[0] += 1
         if self._peers:
             # A file in memory, of which the socket has the number: nobody waits until a large message is read.
             with os.fdopen(os.memfd_create("message"), "wb") as file:

@@ -60,7 +60,7 @@ class KeyMaps:
         shapes = {name: (values.shape, values.dtype) for name, values in self.state().items()}
         # Of small pages, so that an index of millions of keys is a tenth slower than in a rank's own memory.
         self._server = KeyServer(sum(int(own.rows.fields[Field.NUM_CELLS]) for own in self._maps))
-        self._place(self._server.shared.cells)
+        self._place(self._server.cells)
         return self._server.listen(), shapes
 
     def connect(self, offer: Any) -> None:
