@@ -52,10 +52,10 @@ class DistinctRows:
     def of_samples(self, first: int, end: int, room: int | None = None) -> "DistinctRows":
         """Return the same of some samples, with `part_of` the positions where samples differ in their number of ids.
 
-        `room`: the ids that they have at most, if that is known.
+        `room`: the ids that they have at most, if that is known; `vectors` returns no more.
         """
         if end - first == self.starts.shape[0]:
-            return self
+            return self if room is None else replace(self, positions=self.positions[:room])
         lengths, hotness = self.lengths[first:end], self.hotness
         if not hotness:
             begin, part = part_of(

@@ -39,7 +39,7 @@ class SequenceEvents:
     def of_samples(self, first: int, end: int, room: int | None = None) -> "SequenceEvents":
         """Return the same of some samples, with `part_of` the positions; `room`: the events that they have at most, if known."""
         if end - first == len(self.starts):
-            return self
+            return self if room is None else self._narrowed(room)
         some = slice(first, end)
         begin, part = part_of(self.starts, len(self.samples), self.max_length, some, room)
         return replace(
@@ -51,6 +51,11 @@ class SequenceEvents:
             samples=(self.samples.index_select(0, part) - first).clamp_(0, end - first - 1),
             of_batch=self.lengths if self.of_batch is None else self.of_batch,
         )
+
+    def _narrowed(self, room: int) -> "SequenceEvents":
+        rows = {name: of.of_samples(0, len(self.starts), room) for name, of in self.rows.items()}
+        numbers = {name: of[:room] for name, of in self.numbers.items()}
+        return replace(self, rows=rows, numbers=numbers, samples=self.samples[:room])
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -40,5 +41,6 @@ def sum_of_rows(
         from nn.ops.triton.rows_at import sum_of_rows
 
         return sum_of_rows(rows, mask, at)
-    total = torch.stack([embedding(of.index, of.table) * of.scale for of in rows]).sum(0)
+    vectors = (embedding(of.index, of.table) * of.scale for of in rows)
+    total = reduce(torch.add, vectors)
     return as_autocast(total if mask is None else mask.apply(total, at))

@@ -42,23 +42,30 @@ def with_measured_rows(
         return np.bincount(owner, minlength=owners).tolist()
 
     names = [feature.name for feature in source.spec.categorical]
+    rows = config.train.batch_size // hardware.world_size
+    firsts = np.arange(0, rows, -(-rows // config.train.accumulate))
 
-    def expected(ranks: int) -> dict[str, tuple[int, ...]]:
-        batches = [
-            dict(zip(names, columns.ids, strict=True))
-            for columns in _batches(config, source, split, hardware.world_size, ranks)
-        ]
-        counts = [[counted(table, ids) for table in tables] for ids in batches]
-        return {
+    def expected(ranks: int) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+        """Return the rows that some ranks ask of each owner, by table, and room for the first rank's events, by group."""
+        counts, events = [], []
+        for columns in _batches(config, source, split, hardware.world_size, ranks):
+            ids = dict(zip(names, columns.ids, strict=True))
+            counts.append([counted(table, ids) for table in tables])
+            lengths = dict(zip(names, columns.lengths, strict=True))
+            of_groups = [lengths[group.features[0]] for group in source.spec.sequences]
+            events.append([_most_events(of, rows, firsts) for of in of_groups])
+        asked = {
             table.table: tuple(map(most_expected, zip(*of_table, strict=True)))
             for table, of_table in zip(tables, zip(*counts, strict=True), strict=True)
         }
+        room = map(event_capacity, zip(*events, strict=True)) if len(events) > 1 else ()
+        groups = [group.name for group in source.spec.sequences]
+        return asked, dict(zip(groups, room, strict=False))
 
     try:
         has_merged = 1 < hardware.groups < hardware.world_size
-        of_rank = expected(1)
-        of_group = expected(hardware.world_size // hardware.groups) if has_merged else {}
-        room = _room_of_parts(config, source, split, hardware.world_size)
+        of_rank, room = expected(1)
+        of_group = expected(hardware.world_size // hardware.groups)[0] if has_merged else {}
     except (OSError, ValueError):
         # An estimate does without; the loader names what is wrong.
         return list(plan)
@@ -77,20 +84,11 @@ def with_measured_rows(
     ]
 
 
-def _room_of_parts(config: Config, source: Source, split: str, world_size: int) -> dict[str, int]:
-    """Return the capacity for events of a part of rank 0's batches, by sequence group; none where batches have no parts."""
-    if config.train.accumulate == 1:
-        return {}
-    names = [feature.name for feature in source.spec.categorical]
-    rows = config.train.batch_size // world_size
-    firsts = np.arange(0, rows, -(-rows // config.train.accumulate))
-    most: dict[str, list[int]] = {group.name: [] for group in source.spec.sequences}
-    for columns in _batches(config, source, split, world_size, 1):
-        for group in source.spec.sequences:
-            lengths = columns.lengths[names.index(group.features[0])]
-            assert lengths is not None, "groups are ragged"
-            most[group.name].append(int(np.add.reduceat(lengths, firsts).max()))
-    return {name: event_capacity(of_batches) for name, of_batches in most.items()}
+def _most_events(lengths: np.ndarray | None, rows: int, firsts: np.ndarray) -> int:
+    """Return the events of the part that has most, of samples with such lengths, of which the first `rows` are a rank's."""
+    assert lengths is not None, "groups are ragged"
+    own = lengths[:rows]
+    return int(np.add.reduceat(own, firsts[firsts < len(own)]).max())
 
 
 def groups_of_table(spec: FeatureSpec, features: Collection[str]) -> list[SequenceGroup]:

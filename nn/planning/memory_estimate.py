@@ -292,7 +292,7 @@ def _bytes_of_batches(
 def _room_of_parts(
     spec: FeatureSpec, plan: Sequence[TablePlan], features: Mapping[str, Collection[str]]
 ) -> dict[str, int]:
-    """Return the events of each sequence group for which a part of a batch has room, where they are measured."""
+    """Return the events of each sequence group that the dense component takes at most at once, where that is measured."""
     return {
         group.name: room
         for table in plan
@@ -306,12 +306,14 @@ def _room_of_parts(
 def _events(
     spec: FeatureSpec, batch: int, rows: int | None = None, room: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return the events of each sequence group that a rank's batch has room for, or a part of `rows`."""
+    """Return the events of each sequence group that a rank's batch has room for, or `rows` of it that are taken at once."""
     counts = id_counts(spec, batch)
     events = {group.name: counts[group.features[0]].capacity for group in spec.sequences}
-    if rows is None or rows == batch:
+    if rows is None:
         return events
     most = {**events, **(room or {})}
+    if rows == batch:
+        return {name: min(most[name], events[name]) for name in events}
     return {group.name: min(rows * group.max_length, most[group.name]) for group in spec.sequences}
 
 

@@ -42,8 +42,8 @@ class TablePlan:
     batch_rows: tuple[int, ...] = ()
     # the same of all ranks of a group, where there are several groups of several ranks
     group_rows: tuple[int, ...] = ()
-    # events for which a part of a batch has room (`train.accumulate`), of each group whose first feature it looks up; empty where
-    # that is not measured
+    # events that the dense component takes at most at once, of each group whose first feature it looks up; empty where that is
+    # not measured
     part_events: tuple[int, ...] = ()
 
     @property

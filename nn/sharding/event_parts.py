@@ -1,4 +1,4 @@
-"""Events of the parts of a batch that the dense component takes one after another (`train.accumulate`)."""
+"""Events of what the dense component takes at once: of a batch, or of its parts (`train.accumulate`)."""
 
 from itertools import accumulate
 
@@ -27,21 +27,19 @@ class EventParts:
 
     def most(self, ids: Tensor) -> Tensor:
         """Return the events of the part that has most of each group, int64 [groups], of a batch's ids."""
-        if not self._lengths:
-            return ids.new_zeros(0, dtype=torch.int64)
         lengths = torch.stack([ids.narrow(0, at, self._batch_size) for at in self._lengths]).long()
         in_parts = pad(lengths, (0, -self._batch_size % self._part_rows))
         return in_parts.unflatten(1, (-1, self._part_rows)).sum(2).amax(1)
 
 
 class PartRoom:
-    """What a captured step has room for: `events` of a part, by sequence group."""
+    """What a captured step has room for: `events` of a part, by feature of sequence groups."""
 
     def __init__(
         self, tables: RankTables, batch_size: int, capacity: PartCapacity, doublings: Doublings
     ) -> None:
-        groups = [group.name for group in tables.sequences.groups]
-        self.events = dict(zip(groups, capacity.most, strict=True))
+        groups = zip(tables.sequences.groups, capacity.most, strict=True)
+        self.events = {feature: most for group, most in groups for feature in group.features}
         self._parts = EventParts(tables, batch_size, capacity.rows, doublings)
         self._limits = torch.tensor(capacity.most, device=tables.ranks.device)
 

@@ -22,7 +22,7 @@ class Capacity:
 
     `doublings` is how often the capacity of each ragged feature is doubled, usually empty; `requests` has, of each group of
     requested tables, the rows that a rank can ask of each owner, and `merged` the distinct ones that a group of ranks can; empty
-    where no owner merges them. `parts` has the events of parts of the batch; None: as many as fit in the batch.
+    where no owner merges them. `parts` has the events of the batch, or of its parts; None: as many as its layout has room for.
     """
 
     doublings: Doublings = ()

@@ -22,7 +22,7 @@ RESERVE = 1.125
 """Usual capacity, times the rows that a measured batch asks for; `SPREAD` adds what small batches need."""
 SPREAD = 6.0
 EVENT_RESERVE = 1.03125
-"""Usual capacity for the events of a part of a batch, times those of the largest of several measured ones."""
+"""Usual capacity for events, over those that hardly a batch or part exceeds; `SPREAD` adds what small ones need."""
 DEVIATIONS = 2.0
 """Standard deviations of measured batches by which others may ask for more than the largest of them."""
 
@@ -33,10 +33,9 @@ def capacity_for(rows: float) -> int:
 
 
 def event_capacity(batches: Sequence[int]) -> int:
-    """Return the usual capacity for the events of a part, where the largest parts of some batches have so many."""
-    reserve = EVENT_RESERVE if len(batches) > 1 else RESERVE
+    """Return the usual capacity for the events of batches or parts, where the largest parts of several batches have so many."""
     most = most_expected(batches)
-    return max(math.ceil(reserve * most + SPREAD * most**0.5), 1)
+    return max(math.ceil(EVENT_RESERVE * most + SPREAD * most**0.5), 1)
 
 
 def most_expected(rows: Sequence[int]) -> int:
@@ -45,14 +44,15 @@ def most_expected(rows: Sequence[int]) -> int:
 
 
 class RequestCapacity:
-    """Capacity for requested rows, and for the events of parts of a batch; all ranks must call the methods alike.
+    """Capacity for requested rows, and for events; all ranks must call the methods alike.
 
-    `part_rows`: samples of a rank that the dense component takes at once; None: all.
+    `part_rows`: samples of a rank that the dense component takes at once; None: all. Of a single measured batch the capacity for
+    events is not known.
     """
 
     def __init__(self, tables: RankTables, part_rows: int | None = None) -> None:
         self._tables = tables
-        self._part_rows = part_rows if tables.sequences.groups else None
+        self._part_rows = part_rows
         # All ranks must have the same capacity.
         self._channel = HostChannel() if tables.placement.requested else None
         self._usual: dict[int, Capacity] = {}
@@ -70,14 +70,15 @@ class RequestCapacity:
         events: list[list[float]] = []
         for ids in batches:
             counts.append(self._counts(self._channel, batch_size, ids, (), None))
-            if self._part_rows is not None:
-                parts = EventParts(self._tables, batch_size, self._part_rows)
+            if self._tables.sequences.groups:
+                parts = EventParts(self._tables, batch_size, self._part_rows or batch_size)
                 events.append(self._channel.maximum(parts.most(ids).tolist()))
         if counts:
             requests, merged = map(_most_expected, zip(*counts, strict=True))
             most = [event_capacity(list(map(int, group))) for group in zip(*events, strict=True)]
+            room = self._of_parts(batch_size, most if len(counts) > 1 else [])
             self._usual[batch_size] = Capacity(
-                (), _with_reserve(requests), _with_reserve(merged), self._of_parts(most)
+                (), _with_reserve(requests), _with_reserve(merged), room
             )
 
     def facts(self) -> dict[str, Any]:
@@ -86,8 +87,8 @@ class RequestCapacity:
         facts: dict[str, Any] = {"shards": self._shards(), "rows": rows}
         if self._merges:
             facts["merged"] = {str(size): usual.merged for size, usual in self._usual.items()}
-        if self._part_rows is not None:
-            facts["part_rows"] = self._part_rows
+        if self._tables.sequences.groups:
+            facts["part_rows"] = self._part_rows or 0
             facts["parts"] = {
                 str(size): [usual.parts.most] for size, usual in self._usual.items() if usual.parts
             }
@@ -97,17 +98,21 @@ class RequestCapacity:
         """Take over the capacities of `facts` if they are for the same shards, so that a resumed run has the same shapes."""
         if facts["shards"] != self._shards() or ("merged" in facts) != self._merges:
             return
-        if facts.get("part_rows", self._part_rows) != self._part_rows:
+        part_rows = self._part_rows or 0
+        if facts.get("part_rows", part_rows) != part_rows:
             return
         for size, rows in facts["rows"].items():
             merged = facts["merged"][size] if self._merges else [[]] * len(rows)
             [most] = facts.get("parts", {}).get(size) or [[]]
             self._usual[int(size)] = Capacity(
-                (), tuple(map(tuple, rows)), tuple(map(tuple, merged)), self._of_parts(most)
+                (),
+                tuple(map(tuple, rows)),
+                tuple(map(tuple, merged)),
+                self._of_parts(int(size), most),
             )
 
-    def _of_parts(self, most: Sequence[int]) -> PartCapacity | None:
-        return PartCapacity(self._part_rows, tuple(most)) if self._part_rows and most else None
+    def _of_parts(self, batch_size: int, most: Sequence[int]) -> PartCapacity | None:
+        return PartCapacity(self._part_rows or batch_size, tuple(most)) if most else None
 
     @property
     def _merges(self) -> bool:

@@ -226,7 +226,7 @@ class ShardedLookup:
 
     @property
     def part_events(self) -> dict[str, int]:
-        """The events for which a part of the batch has room, by sequence group; others have room for all of their samples."""
+        """The events that the dense component takes at most, by feature; of others as many as there is room for."""
         return {} if self._part_room is None else self._part_room.events
 
     def look_up(self, ids: LocalIds) -> Tensor:
@@ -269,7 +269,10 @@ class ShardedLookup:
         ]
         found = _ById.apply(rows, requested.exchange, of_batch, *positions)
         of_block = dict(zip(blocks, found, strict=True))
-        return {feature: of_block[block] for feature, block in requested.keys.block_of.items()}
+        return {
+            feature: of_block[block][: self.part_events.get(feature)]
+            for feature, block in requested.keys.block_of.items()
+        }
 
     def _number_of(self, table: str) -> int:
         return [requested.table for requested in self._requested].index(table)

@@ -129,11 +129,14 @@ class _LookedUp:
         return replace(found, vectors=vectors_of_feature) if self.is_whole else found
 
     def _rows_of(self, table: str, feature: str) -> DistinctRows:
-        return self._all_rows_of(table, feature).of_samples(self._first, self._end)
+        room = self._lookup.part_events.get(feature)
+        return self._all_rows_of(table, feature).of_samples(self._first, self._end, room)
 
     def _sequence_of(self, group: str) -> SequenceEvents:
         events = self._lookup.sequence(self._ids, group, self._all_rows_of, self._events)
-        return events.of_samples(self._first, self._end, self._lookup.part_events.get(group))
+        # All features of a group have as many.
+        room = self._lookup.part_events.get(next(iter(events.rows)))
+        return events.of_samples(self._first, self._end, room)
 
 
 class ForwardBackward:

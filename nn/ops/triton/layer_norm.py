@@ -152,8 +152,8 @@ def _backward_layout(x: Tensor, elements: int, **options: Any) -> tuple[int, int
     """Return what `_layout` does, with at most as many programs as have sums of their own."""
     block = triton.next_power_of_2(x.shape[-1])
     if block < WIDE:
-        rows, programs, *rest = _layout(x, elements, **options)
-        return rows, min(programs, PROGRAMS), *rest
+        rows, programs, shape, num_warps = _layout(x, elements, **options)
+        return rows, min(programs, PROGRAMS), shape, num_warps
     rows, programs, shape, _ = _layout(x, block, STAGES=WIDE_STAGES, **options)
     return rows, min(programs, WIDE_PROGRAMS), shape, min(block // 256, 16)
 

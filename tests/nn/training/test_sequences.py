@@ -361,13 +361,14 @@ def test_it_trains_as_plain_pytorch_at_any_fill(dataset, wanted, world_size, res
 
 
 def parts_of(overrides: list[str], room: int | None) -> tuple[list[float], list[str], list[int]]:
-    """Return losses, what was said of slow batches, and the events that a part has room for; `room` replaces what is measured."""
+    """Return losses, what was said of slow batches, and the events that fit at once; `room` replaces what is measured."""
     said: list[str] = []
     with ranks_with_room(), pytest.MonkeyPatch.context() as patched:
         patched.setattr("nn.training.step_runner.SlowBatchWarning", lambda ranks: said.append)
         if room is not None:
             patched.setattr(request_capacity, "event_capacity", lambda batches: room)
         run = built(overrides)
+        run.step.runner.measure(run.train_loader)
         losses = run.train(0, NUM_STEPS)
         facts = run.step.runner.request_capacity.facts()
         [most] = facts.get("parts", {}).get(str(64 // run.ranks.world_size), [[]])
@@ -376,8 +377,10 @@ def parts_of(overrides: list[str], room: int | None) -> tuple[list[float], list[
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_parts_of_a_batch_have_room_for_the_events_that_parts_have(dataset, num_ranks):
-    """Less than any of their samples may have; a batch with more takes the slower way."""
+def test_the_dense_component_takes_as_many_events_as_batches_or_their_parts_have(
+    dataset, num_ranks
+):
+    """Fewer than there is room for in a batch; one with more takes the slower way."""
     cases = ((CHUNKS, None), (CHUNKS, 1), ("train.accumulate=1", None))
     measured, over, whole = (
         run_distributed(parts_of, num_ranks, overrides_of(dataset, "sgd", "mixed", chunks), room)[0]
@@ -385,9 +388,15 @@ def test_parts_of_a_batch_have_room_for_the_events_that_parts_have(dataset, num_
     )
     losses, said, most = measured
     assert losses == pytest.approx(whole[0], rel=1e-6)
-    assert said == whole[1] == whole[2] == []
+    assert said == whole[1] == []
     for group, room in zip(GROUPS, most, strict=True):
         assert room < -(-64 // num_ranks // 3) * group.max_length
+    with ranks_with_room():
+        counts = id_counts(
+            open_source(compose_config(f"data.path={dataset}")).spec, 64 // num_ranks
+        )
+    for group, room in zip(GROUPS, whole[2], strict=True):
+        assert room < counts[group.features[0]].capacity
     assert over[0] == pytest.approx(whole[0], rel=1e-6)
     assert len(over[1]) >= NUM_STEPS - 1, "the last batch of an epoch is smaller"
     assert over[2] == [1, 1]
