@@ -336,6 +336,8 @@ class Loader:
             return None
         mapper = KeyPipeline(f"keys-{self.split}", self._enter_thread)
         stack.callback(mapper.close)
+        if self._admits:
+            stack.callback(self._key_maps.stop)
         return mapper
 
     def _map_keys(self, described: "Callable[[], DescribedKeys]") -> None:
@@ -348,15 +350,15 @@ class Loader:
     def _described(self, batch: Batch, step: int) -> "DescribedKeys":
         """Return the raw keys of a batch.
 
-        In training, the keys of all ranks' rows are mapped, so that every rank has the same maps: columns are read quickly, and
-        the ranks exchange nothing.
+        In training, one rank of a node maps those of all ranks, so that every node has the same maps: columns are read quickly,
+        and the nodes exchange nothing.
         """
         maps = self._key_maps
         assert maps is not None, "there are raw keys"
-        world_size = 1 if self._admits else self.world_size
-        rank = 0 if self._admits else self.rank
+        maps_all = self._admits and maps.maps_all
+        rank, world_size = (0, 1) if maps_all else (self.rank, self.world_size)
         runs = self._rows(step, self._shuffle(step), rank, world_size).runs
-        first = min(self.rank * len(batch.labels), batch.global_valid) if self._admits else 0
+        first = min(self.rank * len(batch.labels), batch.global_valid) if maps_all else 0
 
         def keys_of(feature: int) -> BatchKeys:
             keys = self.source.read_keys(self.split, runs, feature)

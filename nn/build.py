@@ -27,7 +27,7 @@ from dataloading.stream_source import StreamSource
 from dataloading.synthetic import SyntheticSource
 from nn.checkpoint.tensor_index import TensorIndex
 from nn.distributed.host_memory import host_memory
-from nn.distributed.process_group import Ranks, launched_world
+from nn.distributed.process_group import HostChannel, Ranks, launched_world
 from nn.embedding.declared_tables import ids_per_sample
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
@@ -292,9 +292,10 @@ def build_key_maps(config: Config, spec: FeatureSpec, ranks: Ranks) -> "KeyMaps 
     """Build the maps from raw keys to rows, without keys; None for a dataset without raw keys."""
     if not spec.dynamic_tables:
         return None
-    from dataloading.keys.key_maps import KeyMaps
+    from dataloading.keys.shared_key_maps import KeyMaps, SharedKeyMaps
 
-    return KeyMaps(spec, config.data.dynamic, ranks.local_world_size)
+    kind = SharedKeyMaps if ranks.local_rank else KeyMaps
+    return kind(spec, config.data.dynamic, ranks.local_world_size)
 
 
 def stored_key_maps(config: Config, spec: FeatureSpec, index: TensorIndex) -> "KeyMaps | None":
@@ -322,6 +323,9 @@ def build_step(
     key_maps: "KeyMaps | None" = None,
 ) -> TrainStep:
     """Build tables and dense component with the seed's weights, and set the precision of float32 matrix products."""
+    if key_maps is not None and ranks.world_size > 1:
+        offers = HostChannel().gather(None if ranks.local_rank else key_maps.listen())
+        key_maps.connect(offers[ranks.rank - ranks.local_rank])
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     disk_path = config.sharding.disk_path
     settings = TableSettings(

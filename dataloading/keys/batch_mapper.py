@@ -16,6 +16,7 @@ from dataloading.keys.kernels.compiled import num_threads, numba_threads
 from dataloading.keys.kernels.hash_index import DRAWN
 from dataloading.keys.kernels.layouts import NO_BATCH, Column, Field, Job, Kind, Part
 from dataloading.keys.key_map import KeyMap, MapChange
+from dataloading.keys.key_table import Leaving, TableChange
 from dataloading.keys.new_keys import NewKeys, change_of, jobs_of
 from dataloading.keys.shares import Shares, TableSize, shares_of
 
@@ -34,6 +35,18 @@ class BatchChange:
     changed: dict[int, MapChange] = field(default_factory=dict)  # keys that tables got, by table
     # keys that find no row in a table that is full, by table, int64 [n]
     left_out: dict[int, np.ndarray] = field(default_factory=dict)
+    batch: int = 0  # its number, if another rank has mapped it
+    error: Exception | None = None  # that this rank raised
+
+    def of_keys(self, batch: int, error: Exception | None) -> "BatchChange":
+        """Return what other ranks need of a batch: the rows that got other keys."""
+        nothing = np.zeros((0, 2), np.int32), 0, Leaving(np.zeros(0, np.int64), 0, 0)
+        found = {table: of.rows for table, of in self.changed.items() if of.rows is not None}
+        changed = {
+            table: MapChange([], TableChange(rows.slots, rows.keys, rows.old_keys, *nothing))
+            for table, rows in found.items()
+        }
+        return BatchChange(self.seen[:0], self.tables, self.spans, changed, {}, batch, error)
 
     def of(self, table: int) -> MapChange:
         spans = self.spans[self.tables == table].tolist()
@@ -45,6 +58,7 @@ class BatchMapper:
     def __init__(self, maps: Sequence[KeyMap], policy: DynamicConfig, workers: int) -> None:
         self._maps = maps
         self._policy = policy
+        self.drawn = DRAWN  # of the process whose indexes are looked up
         self._workers = num_threads(workers)
         self._sizes = [TableSize(own.capacity, own.rows.counts_sightings) for own in maps]
         self._fields = np.zeros((len(maps), len(Kind), len(Field)), np.int64)
@@ -85,7 +99,8 @@ class BatchMapper:
 
     def release(self, change: BatchChange) -> None:
         """Use the memory of a change again, which is not needed any more."""
-        self._free.append(change.seen)
+        if len(change.seen):
+            self._free.append(change.seen)
 
     def _shares_of(self, keys: DescribedKeys) -> Shares:
         """Return the threads' shares in keys; those of a batch of the same shape are known."""
@@ -110,7 +125,7 @@ class BatchMapper:
         parts, threads = shares.parts, (shares.order, shares.starts)
         with numba_threads(self._workers):
             see_parts(
-                keys.columns, parts, *threads, self._fields, batch, seen, self._missing, DRAWN
+                keys.columns, parts, *threads, self._fields, batch, seen, self._missing, self.drawn
             )
         return parts
 

@@ -62,14 +62,12 @@ class KeyMap:
                 (change.rows.keys, np.zeros_like(change.rows.slots)),
             )
         ]
-        if not changed:
+        if not any(len(keys) for keys, _ in changed):
             return
         all_keys = np.concatenate([keys for keys, _ in changed])
         all_rows = np.concatenate([rows for _, rows in changed])
         # A key that changes several times has the row before the oldest change.
         distinct, first = np.unique(all_keys, return_index=True)
-        if not len(distinct):
-            return
         at = np.minimum(np.searchsorted(distinct, keys), len(distinct) - 1)
         is_changed = (distinct[at] == keys) & (keys != 0)
         rows[is_changed] = all_rows[first[at[is_changed]]]

@@ -6,9 +6,10 @@ pending batches out.
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError
 from threading import Lock
+from typing import Any
 
 import numpy as np
 
@@ -17,17 +18,21 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.keys.batch_keys import BatchKeys
 from dataloading.keys.batch_mapper import BatchChange, BatchMapper
 from dataloading.keys.described_keys import DescribedKeys, described
+from dataloading.keys.kernels.layouts import Field
+from dataloading.keys.key_link import KeyServer
 from dataloading.keys.key_map import KeyMap
 from dataloading.keys.rekeyed import KEYS, LEFT, Rekeyed, TableFullError
 
 KeysOf = Callable[[int], BatchKeys]
 """Returns the keys of a feature, by its index among the categorical ones, and the memory for their rows."""
 SHARE_OF_CORES = 0.8
-"""Part of a rank's cores that map keys; the training step and the readers have the others."""
+"""Part of the cores that map keys; the training step and the readers have the others."""
 
 
 class KeyMaps:
-    """Maps of the tables of a dataset; every rank has the same ones, since it maps the keys of all ranks' rows."""
+    """Maps of the tables of a dataset on the rank of a node that maps the keys of all ranks' rows; see `SharedKeyMaps`."""
+
+    maps_all = True  # whether `map` takes the keys of all ranks
 
     def __init__(self, spec: FeatureSpec, policy: DynamicConfig, ranks_of_node: int = 1) -> None:
         self._features = spec.dynamic_tables
@@ -35,7 +40,9 @@ class KeyMaps:
             KeyMap(table, spec.categorical[first].cardinality, policy)
             for table, (first, *_) in self._features.items()
         ]
-        cores = len(os.sched_getaffinity(0)) // ranks_of_node
+        self._num_peers = ranks_of_node - 1
+        self._server = KeyServer(0)
+        cores = len(os.sched_getaffinity(0)) // (1 if self.maps_all else ranks_of_node)
         self._mapper = BatchMapper(self._maps, policy, max(1, int(cores * SHARE_OF_CORES)))
         self._batch = 0
         # The maps lack a batch, so they map no later one.
@@ -47,6 +54,25 @@ class KeyMaps:
         # The maps have a part of a batch, which cannot be taken back.
         self._broken: BaseException | None = None
         self._lock = Lock()
+
+    def listen(self) -> Any:
+        """Return what the other ranks of the node `connect` with: where, and shapes and types of the state."""
+        shapes = {name: (values.shape, values.dtype) for name, values in self.state().items()}
+        # Of small pages, so that an index of millions of keys is a tenth slower than in a rank's own memory.
+        self._server = KeyServer(sum(int(own.rows.fields[Field.NUM_CELLS]) for own in self._maps))
+        self._place(self._server.cells)
+        return self._server.listen(), shapes
+
+    def connect(self, offer: Any) -> None:
+        """Show the indexes, which are empty, to the other ranks of the node."""
+        self._server.accept(self._num_peers)
+
+    def _place(self, cells: np.ndarray) -> None:
+        for own in self._maps:
+            cells = own.rows.place(cells)
+
+    def stop(self) -> None:
+        """End waits for the rank that maps, which is this one: nobody reads the batches any more."""
 
     @property
     def tables(self) -> list[str]:
@@ -83,13 +109,14 @@ class KeyMaps:
                 error.__cause__ = self._failed
             elif keys is not None:
                 try:
-                    change = self._mapper.map(keys, self._batch)
+                    with self._server.changing(lambda: change.of_keys(self._batch, error)):
+                        change = self._mapper.map(keys, self._batch)
+                        for table, left_out in change.left_out.items():
+                            error = TableFullError(self._maps[table].is_full(left_out, self._batch))
+                            break
                 except BaseException as failed:
                     self._broken = failed
                     raise
-                for table, left_out in change.left_out.items():
-                    error = TableFullError(self._maps[table].is_full(left_out, self._batch))
-                    break
             self._pending.append(change)
             self._failed = self._failed or error
         if error is not None:
@@ -101,14 +128,16 @@ class KeyMaps:
         with self._lock:
             self._mapper.look_up(keys)
             self._check_whole()
-            for table, own in keys.keys.items():
-                changes = [
-                    change.changed[table] for change in self._pending if table in change.changed
-                ]
-                # Nearly always no batch ahead of the step has changed any row.
-                for column in own if changes else ():
-                    values = column.keys.values()[column.first :][: len(column.rows)]
-                    self._maps[table].before(values, column.rows, changes)
+            self._take_back(keys, self._pending)
+
+    def _take_back(self, keys: DescribedKeys, pending: Collection[BatchChange]) -> None:
+        """Replace the present rows of keys by those before the latest batches."""
+        for table, own in keys.keys.items():
+            changes = [change.changed[table] for change in pending if table in change.changed]
+            # Nearly always no batch ahead of the step has changed any row.
+            for column in own if changes else ():
+                values = column.keys.values()[column.first :][: len(column.rows)]
+                self._maps[table].before(values, column.rows, changes)
 
     def _check_whole(self) -> None:
         """Raise RuntimeError if mapping a batch has ended midway."""
@@ -141,8 +170,7 @@ class KeyMaps:
 
     def rewind(self) -> None:
         """Take pending batches back: they are mapped again."""
-        if self._pending:
-            self.load(self.state())
+        self.load(self.state() if self._pending else {}, is_loaded=False)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return a copy of the state of the step, in arrays of constant shapes by `<table>.<name>`."""
@@ -161,9 +189,11 @@ class KeyMaps:
         state = self.state()
         return {table: state[f"{table}.{KEYS}"] for table in self.tables}
 
-    def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Load a state; one with the keys of rows alone is enough for scores."""
-        with self._lock:
+    def load(self, state: Mapping[str, np.ndarray], *, is_loaded: bool = True) -> None:
+        """Load a state; one with the keys of rows alone is enough for scores. `is_loaded`: it is not that of the step."""
+        with self._lock, self._server.changing(lambda: (self._batch, self._num_used, is_loaded)):
+            if not state:
+                return
             self._pending.clear()
             self._failed = None
             self._broken = None

@@ -103,6 +103,13 @@ class KeyTable:
         self.fields[Field.KEEPS] = evict is Evict.never
         self.fields[Field.FEWEST_FIRST] = evict is Evict.count
 
+    def place(self, cells: np.ndarray) -> np.ndarray:
+        """Have the empty index in the first of other cells, int64 [n, 2]; return the rest."""
+        self._cells, rest = np.split(cells, [self.fields[Field.NUM_CELLS]])
+        self._entries = self._cells.view(np.int32)
+        self.fields[Field.CELLS] = address_of(self._cells)
+        return rest
+
     def describe(self, fields: np.ndarray) -> None:
         """Move the fields to other memory, int64 [Field]."""
         fields[:] = self.fields

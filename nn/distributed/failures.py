@@ -29,7 +29,7 @@ def report_faults(ranks: Ranks) -> Iterator[None]:
     except Rank0Error:
         raise
     except TableFullError as error:
-        # All ranks map the same keys.
+        # All ranks meet it at the same batch.
         raise SharedError(str(error)) from error
     except ValueError as error:
         prefix = f"rank {ranks.rank}: " if ranks.world_size > 1 else ""

@@ -17,7 +17,7 @@ from dataloading.batch import Batch
 from dataloading.keys.rekeyed import KEYS
 from nn.distributed.errors import DivergedError
 from nn.distributed.process_group import Ranks, open_channel
-from nn.distributed.sharded_tensor import State, local_tensors
+from nn.distributed.sharded_tensor import ShardedTensor, State, local_tensors
 from nn.layers.parameter_average import ParameterAverage
 from nn.layers.pass_state import PassLayer, PassState, attach
 from nn.models.model import Model
@@ -245,15 +245,18 @@ class TrainStep:
                 state |= {f"dense_state.{name}.{key}": value for key, value in of_layer}
         return state
 
-    def _keys(self, *, with_counts: bool) -> dict[str, Tensor]:
-        """Return `keys.<table>.<name>` of the maps of raw keys: the keys of rows and, to train on, their facts; copies."""
+    def _keys(self, *, with_counts: bool) -> State:
+        """Return `keys.<table>.<name>` of raw keys: those of rows and, to train on, their facts; copies if this rank maps."""
         if self.key_maps is None:
             return {}
-        return {
+        state: State = {
             f"{KEYS_PREFIX}{name}": torch.from_numpy(values)
             for name, values in self.key_maps.state().items()
             if with_counts or name.endswith(f".{KEYS}")
         }
+        if self.key_maps.maps_all:
+            return state
+        return {name: ShardedTensor(of.shape, of.dtype, []) for name, of in state.items()}
 
     def dense_weights(self) -> dict[str, Tensor]:
         """Return `dense.<name>` of weights and buffers and, if there is an average, `dense_ema.<name>`, without copies."""
@@ -272,7 +275,7 @@ class TrainStep:
             if name.startswith(KEYS_PREFIX)
             for values in local_tensors(value)
         }
-        if self.key_maps is not None and keys:
+        if self.key_maps is not None and any(name.startswith(KEYS_PREFIX) for name in state):
             self.key_maps.load(keys)
         for name, value in state.items():
             if name.startswith(KEYS_PREFIX):

@@ -1,7 +1,14 @@
 """Training on raw keys: the same bits as training on the rows that a plain dictionary gives to the keys."""
 
+import os
+import re
 import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow as pa
@@ -13,15 +20,20 @@ from safetensors.numpy import load_file
 from configs.export_schema import ExportFormat
 from configs.schema import Component, DynamicConfig, Evict
 from configs.serving_schema import ModelExportConfig
+from dataloading.batch import Batch
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Columns, read_with_keys
+from dataloading.keys import batch_mapper, key_link, key_table
 from dataloading.keys.described_keys import DescribedKeys
 from dataloading.keys.key_maps import KeyMaps
 from dataloading.keys.rekeyed import TableFullError
+from dataloading.keys.shared_key_maps import SharedKeyMaps
 from dataloading.loader import Loader, LoaderSettings
+from nn.build import build_test_loader, build_train_loader, open_source
 from nn.checkpoint.tensor_index import read_index
+from nn.distributed.process_group import is_lost_peer
 from nn.distributed.sharded_tensor import local_tensors, pieces_of
 from nn.embedding.declared_tables import initial_bound
 from nn.export.tables import Selection, export_tables
@@ -38,7 +50,8 @@ from tests.dataloading.keys.reference import ReferenceMap, keys_of_a_rank
 from tests.helpers.command import run_command
 from tests.helpers.composed import build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import records
+from tests.helpers.rank_processes import start
+from tests.helpers.runs import differences, records
 from tests.nn.metrics.test_task_metrics import gauc_by_loop
 
 BATCH, STEPS, TEST_ROWS, CAPACITY = 32, 12, 64, 36
@@ -248,17 +261,23 @@ def replace_rows(built, config, new: dict[int, int]) -> None:
         (2, ["sharding.types=[row_wise]"]),
         (2, ["sharding.types=[data_parallel]"]),
         (2, ["sharding.group_size=1"]),
+        (4, ["sharding.group_size=2"]),
         (1, [EXPANDED]),
         (2, [EXPANDED, "sharding.types=[row_wise]"]),
         (2, [EXPANDED, "sharding.types=[table_wise]", "sharding.exchange=rows"]),
     ],
-    ids=["one rank", "row-wise", "replicated", "groups", *EXPANDED_WAYS],
+    ids=["one rank", "row-wise", "replicated", "groups", "groups of two nodes", *EXPANDED_WAYS],
 )
 def test_it_equals_training_on_the_rows_of_a_dictionary(data, ranks, sharding):
     new_rows = torch.load(data / "new_rows.pt")
-    own = run_distributed(state_after_training, ranks, str(data / "keys"), None, KEYED + sharding)
-    other = run_distributed(
-        state_after_training, ranks, str(data / "rows"), new_rows, SMALL + sharding
+    own, other = (
+        run_distributed(
+            state_after_training,
+            ranks,
+            *(str(data / name), rows, options + sharding),
+            local_world_size=min(ranks, 2),
+        )
+        for name, rows, options in (("keys", None, KEYED), ("rows", new_rows, SMALL))
     )
     for (losses, tables, scored, _), (want_losses, want_tables, want_scored, _) in zip(
         own, other, strict=True
@@ -411,9 +430,18 @@ def predicted_by_both_ways(
     return predicted, columns
 
 
+def scores_of_ranks(data: Path, step: Path, output: Path) -> None:
+    options = [f"data.path={data / 'keys'}", f"checkpoint.restore={step}", f"output={output}"]
+    ended = run_command(*KEYED, "mode=predict", *options)
+    assert ended.exit_code == 0, ended.err
+
+
 def test_scores_are_those_of_prediction_wherever_keys_are_mapped(data, whole, tmp_path):
     step = whole / "checkpoints" / f"step_{STEPS}"
     predicted, columns = predicted_by_both_ways(data, step, tmp_path)
+    run_distributed(scores_of_ranks, 2, data, step, tmp_path / "of_ranks.parquet")
+    of_ranks = pq.read_table(tmp_path / "of_ranks.parquet")["score"].to_numpy()
+    np.testing.assert_allclose(of_ranks, predicted, atol=1e-6)
     user, past, item = columns.ids
     model = tmp_path / "model"
     export_model(ModelExportConfig(checkpoint=str(step), output=str(model), rows=TEST_ROWS))
@@ -519,6 +547,172 @@ def test_threads_processes_and_ranks_read_the_same_rows(data):
             for of_ranks in zip(*parts, strict=True)
         ]
         np.testing.assert_equal(joined, whole)
+
+
+def seen_by_a_rank(path: str, options: list[str], is_shared: bool) -> tuple[list, list]:
+    """Return the rows of batches, those that got other keys, and states, of ranks that do not wait for each other."""
+    config = compose_config(*KEYED, f"data.path={path}", "data.prefetch=3", *options)
+    found: list = []
+    with ExitStack() as stack:
+        ranks = stack.enter_context(ranks_of_cpu())
+        for module in (batch_mapper, key_link, key_table):  # forks have drawn the same number
+            stack.enter_context(patch.object(module, "DRAWN", np.uint64(ranks.rank + 1)))
+        source = open_source(config)
+        maps = (
+            build(config).step.key_maps if is_shared else KeyMaps(source.spec, config.data.dynamic)
+        )
+        assert maps.maps_all == (not is_shared or ranks.local_rank == 0)
+        train = build_train_loader(config, source, ranks, maps)
+        test = build_test_loader(config, source, ranks, key_maps=maps)
+        drawn = np.random.default_rng(ranks.rank)
+
+        def add(batch: Batch) -> None:
+            time.sleep(drawn.random() / 100)
+            found.append([batch.ids[name].values().numpy().copy() for name in ("user", "past")])
+
+        def read(first: int, last: int) -> dict[str, np.ndarray]:
+            batches = train.batches(first)
+            for step in range(first, last):
+                add(next(batches))
+                rekeyed = maps.take_rekeyed()
+                found.append({name: (of.rows, of.keys) for name, of in rekeyed.items()})
+                if step % 3 == 0:
+                    found.append(maps.take_counts(3))
+                    for batch in test.batches(0, 1):
+                        add(batch)
+            batches.close()
+            return maps.state()
+
+        states = [read(0, 11), read(11, 30), read(30, MANY_STEPS)]
+        ranks.barrier()
+        for state, first in ((states[0], 11), (states[2], 20)):
+            maps.load(state)
+            states.append(read(first, first + 9))
+            ranks.barrier()
+    return found, states
+
+
+@pytest.mark.parametrize(("ranks", "ranks_of_node"), [(1, 1), (2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    "options", [["data.dynamic.evict=count"], ["data.dynamic.admit_after=1", *EXPIRING]]
+)
+def test_ranks_have_the_rows_that_maps_of_their_own_would_give(many, ranks, ranks_of_node, options):
+    sizes = [f"train.batch_size={MANY_BATCH}", f"eval.batch_size={MANY_BATCH}"]
+    shared, own = (
+        run_distributed(
+            *(seen_by_a_rank, ranks, str(many), [*options, *sizes], is_shared),
+            local_world_size=ranks_of_node,
+        )
+        for is_shared in (True, False)
+    )
+    for rank, ((found, states), (wanted, wanted_states)) in enumerate(
+        zip(shared, own, strict=True)
+    ):
+        np.testing.assert_equal(found, wanted)
+        for state, wanted_state in zip(states, wanted_states, strict=True):
+            if rank % ranks_of_node == 0:
+                np.testing.assert_equal(state, wanted_state)
+            else:
+                shapes, wanted_shapes = (
+                    {name: (values.shape, values.dtype) for name, values in of.items()}
+                    for of in (state, wanted_state)
+                )
+                assert shapes == wanted_shapes
+
+
+def kill_at_batch_9_of_rank_0(rank: int) -> None:
+    see = batch_mapper.see_parts
+
+    def killing(*arguments) -> None:
+        see(*arguments)
+        if arguments[5] == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 0:
+        batch_mapper.see_parts = killing
+
+
+def test_a_killed_mapper_ends_all_ranks_with_a_line_and_the_run_resumes_to_its_bits(data, tmp_path):
+    options = [*KEYED, f"data.path={data / 'keys'}", f"train.max_steps={STEPS}"]
+    options += ["checkpoint.save_every=2", "data.prefetch=2"]
+
+    def start_ranks(name: str, prepare=int) -> tuple[list[int], str]:
+        ranks = start(
+            [*options, f"run_dir={tmp_path / name}"], 2, tmp_path / "log", prepare=prepare
+        )
+        codes = ranks.wait(120)
+        return codes, ranks.log.read_text()
+
+    codes, output = start_ranks("killed", kill_at_batch_9_of_rank_0)
+    assert codes == [-signal.SIGKILL, 1], output
+    (line,) = [line for line in output.splitlines() if line.startswith("error")]
+    assert line.startswith("error: rank 1 stopped because another rank has exited")
+    assert "Traceback" not in output
+    for name in ("killed", "whole"):
+        codes, output = start_ranks(name)
+        assert codes == [0, 0], output
+    assert differences(tmp_path / "whole", tmp_path / "killed") == []
+
+
+@pytest.fixture
+def of_a_node() -> tuple[KeyMaps, SharedKeyMaps]:
+    """The maps of a node of two ranks, with five rows for keys, in one process."""
+    features = (CategoricalFeature.of_keys("user", 6),)
+    spec = FeatureSpec(None, (), np.dtype(np.float32), (), features, {}, {})
+    maps, other = (
+        kind(spec, DynamicConfig(evict=Evict.never), 2) for kind in (KeyMaps, SharedKeyMaps)
+    )
+    with ThreadPoolExecutor(1) as pool:
+        connected = pool.submit(maps.connect, offer := maps.listen())
+        other.connect(offer)
+        connected.result()
+    return maps, other
+
+
+def map_keys(maps: KeyMaps, last: int) -> None:
+    keys = maps.describe(lambda _: keys_of_a_rank(np.arange(1, last)))
+    maps.map(lambda: keys)
+
+
+def test_a_full_table_is_full_on_the_other_ranks_of_the_node(of_a_node):
+    maps, other = of_a_node
+    for own in of_a_node:
+        map_keys(own, 3)
+    with pytest.raises(TableFullError) as error:
+        map_keys(maps, 9)
+    with pytest.raises(TableFullError, match=re.escape(str(error.value))):
+        map_keys(other, 9)
+
+
+def test_a_rank_does_not_wait_for_a_batch_that_it_does_not_read(of_a_node):
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(map_keys, of_a_node[1], 3)
+        with pytest.raises(TimeoutError):
+            waits.result(0.3)
+        of_a_node[1].stop()
+        waits.result(10)
+
+
+def test_a_rank_that_maps_no_more_ends_the_others(of_a_node, monkeypatch):
+    maps, other = of_a_node
+
+    def no_memory(*_) -> None:
+        raise MemoryError("of the rows")
+
+    for own in of_a_node:
+        map_keys(own, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("dataloading.keys.batch_mapper.do_jobs", no_memory)
+        with pytest.raises(MemoryError):
+            map_keys(maps, 4)
+    keys = other.describe(lambda _: keys_of_a_rank(np.arange(4)))
+    with pytest.raises(RuntimeError, match="maps the raw keys of this node has ended"):
+        other.look_up(lambda: keys)
+    (peer,) = maps._server._peers
+    peer.close()
+    with pytest.raises(RuntimeError, match="has ended") as error:
+        map_keys(other, 4)
+    assert is_lost_peer(error.value)
 
 
 def test_a_batch_that_finds_a_table_full_leaves_the_state_of_the_step_whole():
