@@ -1079,6 +1079,12 @@ class CheckpointConfig(Section):
             f"checkpoint.delta_every={self.delta_every} writes deltas, which begin at a checkpoint, and checkpoint.save=false "
             "saves none; leave one of them out",
         )
+        dtype = None if self.delta_dtype is DeltaType.table else self.delta_dtype.value
+        for name, value in (("delta_dtype", dtype), ("delta_keep", self.delta_keep)):
+            require(
+                value is None or self.delta_every is not None,
+                f"checkpoint.{name}={value} is of deltas, and checkpoint.delta_every=null writes none; set that too",
+            )
         components = {CheckpointPart.dense, CheckpointPart.tables}
         names = "[" + ", ".join(part.name for part in self.parts) + "]"
         require(

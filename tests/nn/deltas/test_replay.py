@@ -84,6 +84,13 @@ def test_a_run_without_deltas_begins_a_chain_where_it_resumes(tmp_path):
         assert_replayed(tmp_path / "run", tmp_path, 8)
 
 
+@pytest.mark.parametrize("option", ["delta_dtype=int8", "delta_keep=3"])
+def test_options_of_deltas_that_are_not_written_are_refused(option):
+    ended = run_command(*MODEL, "checkpoint.delta_every=null", f"checkpoint.{option}")
+    assert ended.exit_code == 2
+    assert f"checkpoint.{option} is of deltas, and checkpoint.delta_every=null writes" in ended.err
+
+
 def states(run_dir: Path) -> list[Link]:
     """Return the states that the deltas of a run lead to, the latest first."""
     return [read_delta(path).end for path in list_checkpoints(run_dir / "deltas")]
