@@ -257,6 +257,16 @@ def share_directory(directory: Path) -> int:
     return descriptor
 
 
+@contextmanager
+def locked_among(descriptor: int, *, shared: bool) -> Iterator[None]:
+    """Hold a lock among the processes that have a file open, shared or alone; the system takes it from one that dies."""
+    fcntl.lockf(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        fcntl.lockf(descriptor, fcntl.LOCK_UN)
+
+
 def _locked(descriptor: int) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,7 +4,7 @@ Python's lock is taken a few times per batch, however many tables there are: bes
 table waits for it longer than it computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from dataloading.keys.kernels.layouts import NO_BATCH, Column, Field, Job, Kind,
 from dataloading.keys.key_map import KeyMap, MapChange
 from dataloading.keys.key_table import Leaving, TableChange
 from dataloading.keys.new_keys import NewKeys, change_of, jobs_of
+from dataloading.keys.rekeyed import TableFullError
 from dataloading.keys.shares import Shares, TableSize, shares_of
 
 SHARED_KEYS = 2048
@@ -25,6 +26,9 @@ SHARED_KEYS = 2048
 
 CHECKS = 8
 """Times that keys are looked at for their age within the steps after which they leave."""
+
+BATCH, ERROR = "batch", "error"
+"""Names in the message of a change; others are numbers of tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +42,25 @@ class BatchChange:
     batch: int = 0  # its number, if another rank has mapped it
     error: Exception | None = None  # that this rank raised
 
-    def of_keys(self, batch: int, error: Exception | None) -> "BatchChange":
-        """Return what other ranks need of a batch: the rows that got other keys."""
+    def message(self, batch: int, error: Exception | None) -> dict[str, np.ndarray]:
+        """Return what other ranks need of a batch: its number, the text of an error, and the rows that got other keys."""
+        found = {str(table): of.rows for table, of in self.changed.items() if of.rows is not None}
+        keys = {name: np.stack([of.slots, of.keys, of.old_keys]) for name, of in found.items()}
+        return {BATCH: np.array(batch), ERROR: np.array(str(error or "")), **keys}
+
+    @classmethod
+    def of_message(cls, message: Mapping[str, np.ndarray]) -> "BatchChange":
         nothing = np.zeros((0, 2), np.int32), 0, Leaving(np.zeros(0, np.int64), 0, 0)
-        found = {table: of.rows for table, of in self.changed.items() if of.rows is not None}
         changed = {
-            table: MapChange([], TableChange(rows.slots, rows.keys, rows.old_keys, *nothing))
-            for table, rows in found.items()
+            int(name): MapChange([], TableChange(rows[0], rows[1], rows[2], *nothing))
+            for name, rows in message.items()
+            if name not in (BATCH, ERROR)
         }
-        return BatchChange(self.seen[:0], self.tables, self.spans, changed, {}, batch, error)
+        text = str(message[ERROR])
+        error = TableFullError(text) if text else None
+        no_tables, no_spans = np.zeros(0, np.int64), np.zeros((0, 2), np.int64)
+        no_seen = np.zeros((0, 3), np.int32)
+        return cls(no_seen, no_tables, no_spans, changed, {}, int(message[BATCH]), error)
 
     def of(self, table: int) -> MapChange:
         spans = self.spans[self.tables == table].tolist()

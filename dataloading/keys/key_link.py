@@ -1,18 +1,18 @@
 """Memory in which one rank of a node shows its indexes of raw keys to the others, and a message for each change."""
 
-import fcntl
+import io
 import mmap
 import os
-import pickle
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing.connection import Connection, Listener
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import numpy as np
 
+from dataloading.dataset.durable_files import locked_among
 from dataloading.keys.kernels.hash_index import DRAWN
 
 LOST = "the rank that maps the raw keys of this node has ended (remote process exited)"
@@ -30,14 +30,9 @@ class SharedCells:
         numbers = np.frombuffer(mmap.mmap(descriptor, 0), np.int64)
         self.head, self.cells = numbers[:2], numbers[2:].reshape(-1, 2)
 
-    @contextmanager
-    def locked(self, how: int) -> Iterator[None]:
-        """Hold a lock of processes, which the system takes from one that dies."""
-        fcntl.lockf(self._file, how)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
+    def locked(self, *, shared: bool) -> AbstractContextManager:
+        """Hold the lock of the cells, with others that read them or alone."""
+        return locked_among(self._file.fileno(), shared=shared)
 
 
 class KeyServer(SharedCells):
@@ -63,23 +58,23 @@ class KeyServer(SharedCells):
                 send_handle(self._peers[-1], self._file.fileno(), None)
 
     @contextmanager
-    def changing(self, message: Callable[[], object]) -> Iterator[None]:
+    def changing(self, message: Callable[[], Mapping[str, Any]]) -> Iterator[None]:
         """Change the indexes while nobody reads them, and then send a message."""
-        with self.locked(fcntl.LOCK_EX):
+        with self.locked(shared=False):
             self.head[0] |= 1
             yield
             self.head[0] += 1
         if self._peers:
             # A file in memory, of which the socket has the number: nobody waits until a large message is read.
             with os.fdopen(os.memfd_create("message"), "wb") as file:
-                pickle.dump(message(), file)
+                np.savez(file, **message())
                 file.flush()
                 for peer in self._peers:
                     with suppress(ConnectionError):  # collectives notice a rank that has ended
                         send_handle(peer, file.fileno(), None)
 
 
-def receive(link: Connection) -> Any:
+def receive(link: Connection) -> dict[str, np.ndarray]:
     """Return the next message. Raises RuntimeError: the rank that maps has ended."""
     try:
         file = os.fdopen(recv_handle(link), "rb")
@@ -87,4 +82,5 @@ def receive(link: Connection) -> Any:
         raise RuntimeError(LOST) from None
     with file:
         # Receivers share the position in the file.
-        return pickle.loads(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        message = io.BytesIO(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        return dict(np.load(message, allow_pickle=False))

@@ -29,6 +29,10 @@ SHARE_OF_CORES = 0.8
 """Part of the cores that map keys; the training step and the readers have the others."""
 
 
+LOADED = "loaded"
+"""Name in a message of the latest batch, the rows in use, and whether the state is not that of the step."""
+
+
 class KeyMaps:
     """Maps of the tables of a dataset on the rank of a node that maps the keys of all ranks' rows; see `SharedKeyMaps`."""
 
@@ -109,7 +113,7 @@ class KeyMaps:
                 error.__cause__ = self._failed
             elif keys is not None:
                 try:
-                    with self._server.changing(lambda: change.of_keys(self._batch, error)):
+                    with self._server.changing(lambda: change.message(self._batch, error)):
                         change = self._mapper.map(keys, self._batch)
                         for table, left_out in change.left_out.items():
                             error = TableFullError(self._maps[table].is_full(left_out, self._batch))
@@ -189,9 +193,12 @@ class KeyMaps:
         state = self.state()
         return {table: state[f"{table}.{KEYS}"] for table in self.tables}
 
+    def _loaded(self, is_loaded: bool) -> dict[str, np.ndarray]:
+        return {LOADED: np.array([self._batch, self._num_used, is_loaded])}
+
     def load(self, state: Mapping[str, np.ndarray], *, is_loaded: bool = True) -> None:
         """Load a state; one with the keys of rows alone is enough for scores. `is_loaded`: it is not that of the step."""
-        with self._lock, self._server.changing(lambda: (self._batch, self._num_used, is_loaded)):
+        with self._lock, self._server.changing(lambda: self._loaded(is_loaded)):
             if not state:
                 return
             self._pending.clear()

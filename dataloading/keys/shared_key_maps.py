@@ -1,6 +1,5 @@
 """The maps of raw keys on the ranks of a node that do not map."""
 
-import fcntl
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Client
 from multiprocessing.reduction import recv_handle
@@ -9,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from dataloading.keys.batch_mapper import BatchChange
+from dataloading.keys.batch_mapper import BATCH, BatchChange
 from dataloading.keys.described_keys import DescribedKeys
 from dataloading.keys.key_link import LOST, SharedCells, receive
-from dataloading.keys.key_maps import KeyMaps
+from dataloading.keys.key_maps import LOADED, KeyMaps
 
 
 class SharedKeyMaps(KeyMaps):
@@ -53,7 +52,7 @@ class SharedKeyMaps(KeyMaps):
         """Write the rows of keys in the state of the step, or in that after a batch."""
         keys = take()
         with self._lock:
-            with self._shared.locked(fcntl.LOCK_SH):
+            with self._shared.locked(shared=True):
                 self._mapper.look_up(keys)
                 num_changes, is_broken = divmod(int(self._shared.head[0]), 2)
             if is_broken:
@@ -73,12 +72,12 @@ class SharedKeyMaps(KeyMaps):
     def _receive(self) -> None:
         message = receive(self._link)
         self._num_received += 1
-        if isinstance(message, BatchChange):
-            self._mapped = message.batch
-            self._pending.append(message)
+        if BATCH in message:
+            self._pending.append(BatchChange.of_message(message))
+            self._mapped = self._pending[-1].batch
             return
         self._num_owed -= 1
-        self._mapped, num_used, is_loaded = message
+        self._mapped, num_used, is_loaded = message[LOADED].tolist()
         while self._pending and (is_loaded or self._pending[-1].batch > self._mapped):
             self._pending.pop()
         self._num_used = num_used if is_loaded else self._num_used
