@@ -54,6 +54,12 @@ def id_counts(spec: FeatureSpec, batch_size: int, doublings: Doublings = ()) -> 
     return counts
 
 
+def first_ids(counts: Mapping[str, IdCount], batch_size: int) -> dict[str, int]:
+    """Return where each feature's ids begin among those of a batch; lengths of the rows of a ragged one lie behind its ids."""
+    sizes = (count.sent_size(batch_size) for count in counts.values())
+    return dict(zip(counts, accumulate(sizes, initial=0), strict=False))
+
+
 @dataclass(frozen=True, slots=True)
 class Column:
     """A column of a batch in its memory."""

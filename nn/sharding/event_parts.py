@@ -1,12 +1,10 @@
 """Events of what the dense component takes at once: of a batch, or of its parts (`train.accumulate`)."""
 
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from dataloading.dataset.batch_layout import Doublings
+from dataloading.dataset.batch_layout import Doublings, first_ids
 from nn.sharding.local_ids import PartCapacity
 from nn.sharding.placement import RankTables
 
@@ -18,10 +16,8 @@ class EventParts:
         self, tables: RankTables, batch_size: int, part_rows: int, doublings: Doublings = ()
     ) -> None:
         counts = tables.counts(batch_size, doublings)
-        sizes = {name: count.sent_size(batch_size) for name, count in counts.items()}
-        starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        starts = first_ids(counts, batch_size)
         firsts = [group.features[0] for group in tables.sequences.groups]
-        # The lengths of the samples lie behind the ids.
         self._lengths = [starts[name] + counts[name].capacity for name in firsts]
         self._batch_size, self._part_rows = batch_size, part_rows
 

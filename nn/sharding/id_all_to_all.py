@@ -6,12 +6,11 @@ tensors, made once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from dataloading.dataset.batch_layout import IdCount
+from dataloading.dataset.batch_layout import IdCount, first_ids
 from nn.distributed.all_to_all import AllToAll
 from nn.ops.cuda_graph import CudaGraph
 from nn.sharding.batch_rows import BatchRows
@@ -39,7 +38,7 @@ class IdAllToAll:
         self._world_size = len(owned_by_rank)
         self._channel = channel
         sizes = {name: count.sent_size(batch_size) for name, count in counts.items()}
-        starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        starts = first_ids(counts, batch_size)
         local = {name: torch.arange(starts[name], starts[name] + sizes[name]) for name in sizes}
         self._send_sizes = [sum(sizes[name] for name in names) for names in owned_by_rank]
         self._receive_sizes = [self._send_sizes[rank]] * self._world_size

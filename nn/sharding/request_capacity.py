@@ -67,10 +67,10 @@ class RequestCapacity:
             return
         counts: list[tuple[Rows, Rows]] = []
         events: list[list[float]] = []
+        parts = EventParts(self._tables, batch_size, self._part_rows or batch_size)
         for ids in batches:
             counts.append(self._counts(self._channel, batch_size, ids, (), None))
             if self._tables.sequences.groups:
-                parts = EventParts(self._tables, batch_size, self._part_rows or batch_size)
                 events.append(self._channel.maximum(parts.most(ids).tolist()))
         if counts:
             requests, merged = map(_most_expected, zip(*counts, strict=True))

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from dataloading.dataset.batch_layout import NO_ID, Doublings
+from dataloading.dataset.batch_layout import NO_ID, Doublings, first_ids
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
 from nn.layers.distinct_rows import DistinctRows
@@ -67,7 +67,7 @@ class RequestKeys:
         device = tables.ranks.device
         features = features_of(requested.shards, counts)
         sizes = {name: count.sent_size(batch_size) for name, count in counts.items()}
-        starts = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        starts = first_ids(counts, batch_size)
         self._selected = torch.cat(
             [torch.arange(starts[name], starts[name] + sizes[name]) for name in features]
         ).to(device)
