@@ -1,7 +1,8 @@
 """Phase of the histories: the earlier rows of its user that each row sees."""
 
+from dataclasses import replace
+
 from configs.table_schema import History
-from preproc.report.console import ColumnSummary
 from preproc.table.feature_values import FeatureValues, rows_of
 from preproc.table.history import first_items, items, slices, timeline
 from preproc.table.pipeline.categoricals import EncodedFeature, values_with_id
@@ -44,6 +45,7 @@ def history_ids(
         f"SELECT count(*) FROM {rows_of(counted, f'slices_{number}')} WHERE length_ = 0"
     )
     whole = encoded[history.of].summary
-    summary = ColumnSummary(empty / len(counted), whole.distinct, whole.kept, rows=len(counted))
-    rows = encoded[history.of].num_embeddings
-    return EncodedFeature(summary, rows, None, is_dynamic=owner.is_dynamic)
+    summary = replace(whole, missing=empty / len(counted), coverage=None, rows=len(counted))
+    return EncodedFeature(
+        summary, encoded[history.of].num_embeddings, None, is_dynamic=owner.is_dynamic
+    )
