@@ -102,7 +102,7 @@ def loss_of(options: TaskConfig, *, is_binary: bool, key: str) -> Loss:
     loss = load_user_object(name, key)
     require(
         callable(loss),
-        f"{key}={name} is no function of predictions and labels; docs/tasks_and_metrics.md has one",
+        f"{key}={name} is no function of predictions and labels; docs/add_a_metric.md has one",
     )
     return partial(_checked, loss, f"{key}={name}")
 

@@ -27,6 +27,10 @@ def _made(name: str) -> Observer:
         raise ValueError(
             f"{option} is no observer; derive it from Observer of nn/observers/observer.py"
         )
+    events = [name for name in dir(Observer) if name.startswith("on_")]
+    for name in dir(made):
+        if name.startswith("on_") and name not in events:
+            raise ValueError(f"{option} has {name}, which is no event; want {', '.join(events)}")
     return made
 
 

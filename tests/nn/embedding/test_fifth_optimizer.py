@@ -150,6 +150,32 @@ def test_a_rule_without_kernel_is_planned_for_cpus_only():
         check_optimizers(on_gpus)
 
 
+def _fails(tables, gradients, states, group):
+    states[0]["velocity"].add_(1)
+
+
+def _not_in_place(tables, gradients, states, group):
+    for number, gradient in enumerate(gradients):
+        tables[number] = tables[number] - group["lr"] * gradient
+
+
+FAILS = TableRule(name="fails", update=_fails)
+NOT_IN_PLACE = TableRule(name="not_in_place", update=_not_in_place)
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        ("FAILS", r"FAILS has failed \(KeyError: 'velocity', at .*test_fifth_optimizer.py:\d+\)"),
+        ("NOT_IN_PLACE", "NOT_IN_PLACE leaves a table as it was; its update must change it in"),
+    ],
+)
+def test_a_rule_that_fails_or_changes_nothing_is_refused(rule, problem):
+    with pytest.raises(ValueError, match=problem):
+        check_optimizers(compose_config(*options(rule)))
+    check_optimizers(compose_config(*options("SIGN"), "optimizer.embedding_lr=1e-30"))
+
+
 def run_plan(rule: str, *overrides: str) -> None:
     config = compose_config(*options(rule, *overrides))
     build_plan(config, open_source(config), planned_hardware(config))
