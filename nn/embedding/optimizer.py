@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec.optim import RowWiseAdagrad
 
 from configs.schema import OptimizerConfig, table_optimizers
-from configs.user_objects import described, load_user_object
+from configs.user_objects import load_user_object, one_line_if_it_fails
 
 Tensors = list[Tensor]
 States = list[dict[str, Tensor]]
@@ -167,10 +167,8 @@ def check_table_rule(config: OptimizerConfig) -> None:
         return
     rule, table = table_rule(name), torch.ones(2, 4)
     option = f"optimizer.embedding_name={name}"
-    try:
+    with one_line_if_it_fails(option):
         rule.update([table], [torch.ones(2, 4)], [rule.new_state(table)], settings)
-    except (Exception, SystemExit) as error:  # the user's may raise anything
-        raise ValueError(f"{option} has failed ({described(error)}); correct it") from error
     # An update by which no number changes, as at a rate of 0, still has a new version.
     if table._version == 0 and table.eq(1).all():
         raise ValueError(f"{option} leaves a table as it was; its update must change it in place")

@@ -71,6 +71,11 @@ def _nadam(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opt
     return torch.optim.NAdam(parameters, lr=config.lr)
 
 
+def _broken(parameters):
+    raise AssertionError("has two arguments")
+
+
+BROKEN = DenseRule(name="broken", build=_broken, states_per_weight=0)
 NADAM = DenseRule(name="nadam", build=_nadam, states_per_weight=2)
 
 
@@ -184,6 +189,8 @@ def run_plan(rule: str, *overrides: str) -> None:
 def test_a_dense_optimizer_may_lie_outside_too():
     losses, _ = trained([*options("SIGN"), f"optimizer.name={HERE}:NADAM"])
     assert losses[0] != losses[-1]
+    with pytest.raises(ValueError, match=r"BROKEN has failed \(TypeError: _broken\(\) takes 1"):
+        check_optimizers(compose_config(*options("SIGN"), f"optimizer.name={HERE}:BROKEN"))
 
 
 @pytest.mark.skipif(tl is None, reason="needs Triton")
