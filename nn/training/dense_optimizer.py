@@ -178,8 +178,8 @@ def _rule_named(name: str) -> DenseRule:
 def check_dense_rule(config: OptimizerConfig) -> None:
     """Refuse an optimizer from outside the project whose state a checkpoint would lose; it takes a step on two weights.
 
-    Raises ValueError: `optimizer.name` names no optimizer, or one that fails; or a step with a learning rate of 0 changes weights, or leaves state
-    that is no tensor.
+    Raises ValueError: `optimizer.name` names no optimizer, or one that fails; or a step with a learning rate of 0 changes
+    weights, or leaves state that is no tensor.
     """
     rule = dense_rule(config)
     if config.name in DENSE_RULES:
