@@ -192,6 +192,9 @@ def test_a_training_of_the_library_has_observers(tmp_path):
             training.step()
         training.finish()
     assert (counting.steps, counting.ended) == (6, True)
+    counting.on_finish = counting.on_end
+    with pytest.raises(ValueError, match=r"Counting \(0\) has on_finish, which is no event; want"):
+        Training(config, observers=[counting])
 
 
 def test_a_training_of_the_library_starts_once_however_its_steps_are_trained(tmp_path):
