@@ -44,8 +44,6 @@ def history_ids(
     ((empty,),) = journal.engine.rows(
         f"SELECT count(*) FROM {rows_of(counted, f'slices_{number}')} WHERE length_ = 0"
     )
-    whole = encoded[history.of].summary
-    summary = replace(whole, missing=empty / len(counted), coverage=None, rows=len(counted))
-    return EncodedFeature(
-        summary, encoded[history.of].num_embeddings, None, is_dynamic=owner.is_dynamic
-    )
+    whole = encoded[history.of]
+    summary = replace(whole.summary, missing=empty / len(counted), coverage=None, rows=len(counted))
+    return EncodedFeature(summary, whole.num_embeddings, None, is_dynamic=owner.is_dynamic)
