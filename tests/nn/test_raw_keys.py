@@ -654,6 +654,21 @@ def test_a_killed_mapper_ends_all_ranks_with_a_line_and_the_run_resumes_to_its_b
     assert differences(tmp_path / "whole", tmp_path / "killed") == []
 
 
+def kill_rank_0_before_it_connects(rank: int) -> None:
+    if rank == 0:
+        KeyMaps.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_mapper_that_is_killed_before_ranks_connect_ends_them_with_a_line(data, tmp_path):
+    options = [*KEYED, f"data.path={data / 'keys'}", f"run_dir={tmp_path / 'run'}"]
+    ranks = start(options, 2, tmp_path / "log", prepare=kill_rank_0_before_it_connects)
+    assert ranks.wait(120) == [-signal.SIGKILL, 1]
+    output = ranks.log.read_text()
+    (line,) = [line for line in output.splitlines() if line.startswith("error")]
+    assert line.startswith("error: rank 1 stopped because another rank has exited")
+    assert "Traceback" not in output
+
+
 @pytest.fixture
 def of_a_node() -> tuple[KeyMaps, SharedKeyMaps]:
     """The maps of a node of two ranks, with five rows for keys, in one process."""
