@@ -393,6 +393,34 @@ def test_what_cannot_be_is_refused_in_one_line(data, tmp_path, option, message):
     assert ended.err.strip().count("\n") == 0
 
 
+@pytest.mark.parametrize("form", ["binary", "parquet"])
+def test_the_key_of_padding_is_refused_in_one_line(tmp_path, form):
+    keys = CategoricalFeature.of_keys("user", CAPACITY)
+    with write_dataset(
+        tmp_path / "keys", categorical=[keys], numerical=["n"], file_format=form
+    ) as dataset:
+        for split, rows in ROWS.items():
+            at = np.arange(rows)
+            dataset[split].append(labels=at % 2, ids={"user": at}, numerical=np.zeros((rows, 1)))
+    if form == "binary":
+        path = tmp_path / "keys/train/user.bin"
+        path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
+    else:
+        (path,) = (tmp_path / "keys/train").glob("*.parquet")
+        table = pq.read_table(path)
+        users = pa.array([*table["user"].to_pylist()[:-1], -1])
+        at = table.column_names.index("user")
+        pq.write_table(table.set_column(at, table.field("user"), users), path)
+    options = [*KEYED, f"data.path={tmp_path / 'keys'}", f"run_dir={tmp_path / 'run'}"]
+    ended = run_command(*options)
+    assert ended.exit_code == 2
+    last = ROWS["train"] - 1
+    assert ended.err.strip() == (
+        f"error: feature 'user': key -1 at row {last} of {path} stands for no value; write 0 for a missing one, else "
+        "another number"
+    )
+
+
 def test_a_model_is_not_scored_with_the_ids_of_another_seed(data, tmp_path):
     run = tmp_path / "run"
     trained(data, run, 5, EXPANDED)
