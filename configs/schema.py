@@ -1352,6 +1352,13 @@ class Config(Section):
         }
 
     @property
+    def fills_tables(self) -> bool:
+        """Whether tables begin from the seed and files of vectors; else a checkpoint has all of their rows."""
+        parts = self.checkpoint
+        is_partial = parts.grow or Component.tables not in parts.components
+        return self.mode is Mode.train or parts.restore is None or is_partial
+
+    @property
     def effective_optimizer(self) -> OptimizerConfig:
         """`optimizer` as it applies: a frozen component has plain SGD, which keeps no state."""
         chosen = self.optimizer
