@@ -4,7 +4,6 @@ A part tells in its spec where the next one begins. So the newest part says wher
 was killed: no message is lost, and none comes twice.
 """
 
-import os
 import shutil
 import time
 from contextlib import closing
@@ -40,7 +39,9 @@ ARE_OBJECTS = """
 SELECT coalesce(json_type(json_) = 'OBJECT' AND len(json_keys(json_)) = len(list_distinct(json_keys(json_))), false)
 FROM (SELECT try_cast(try(decode(line_)) AS JSON) AS json_ FROM (SELECT unnest(?::BLOB[]) AS line_))
 """
-"""Whether the reader of tables takes a line: none with a name twice, which JSON has."""
+"""Whether the reader of tables takes a line: none with a name twice, which JSON allows."""
+Lines = tuple[list[bytes], list[str]]
+"""JSON objects, and where the messages are that are none."""
 
 
 def follow_topic(config: PreprocConfig) -> None:
@@ -58,35 +59,29 @@ def follow_topic(config: PreprocConfig) -> None:
         number, begins = 0, dict[str, int]()
         if parts:
             number = int(parts[-1].name[-12:])
-            begins = _next_offsets(parts[-1])
+            begins = FeatureSpec.load(parts[-1], measure=False).metadata.get(OFFSETS, begins)
+            if not (isinstance(begins, dict) and begins) or not all(
+                type(p) is str and p.isdecimal() and type(at) is int and at >= 0
+                for p, at in begins.items()
+            ):
+                raise ValueError(
+                    f"{parts[-1] / SPEC_NAME}: metadata.{OFFSETS} is {shown(begins)}, want the next offset of each partition, as "
+                    "{'0': 12}; restore the file, or name a new output"
+                )
         with closing(_consumer(config, servers, topic, begins)) as consumer:
             while messages := _collected(consumer, config):
                 begins |= {str(m.partition()): (m.offset() or 0) + 1 for m in messages}
                 path = output / f"{topic}-{number + 1:012}"
-                objects, others = _objects(config, messages)
+                lines = _lines_of(config, messages)
                 told = f"{len(messages):,} messages"
-                told += f", {len(others):,} of them no JSON object" if others else ""
+                told += f", {len(lines[1]):,} of them no JSON object" if lines[1] else ""
                 try:
-                    rows = _write_part(config, path, objects, others, begins)
+                    rows = _write_part(config, path, lines, begins)
                 except NoRowsError:
                     progress.say(f"no part of {told}, none of them a row")
                     continue
                 number += 1
                 progress.say(f"{path}: {rows:,} rows of {told}")
-
-
-def _next_offsets(part: Path) -> dict[str, int]:
-    """Return where each partition goes on after the newest part; ValueError if its spec does not say it."""
-    begins = FeatureSpec.load(part, measure=False).metadata.get(OFFSETS)
-    if not isinstance(begins, dict) or not all(
-        isinstance(partition, str) and partition.isdecimal() and type(at) is int and at >= 0
-        for partition, at in begins.items()
-    ):
-        raise ValueError(
-            f"{part / SPEC_NAME}: metadata.{OFFSETS} is {shown(begins)}, want the next offset of each partition, as "
-            "{'0': 12}; restore the file, or name a new output"
-        )
-    return begins
 
 
 def _consumer(
@@ -139,8 +134,8 @@ def _collected(consumer: "Consumer", config: PreprocConfig) -> "list[Message]":
     return messages
 
 
-def _objects(config: PreprocConfig, messages: "list[Message]") -> tuple[list[bytes], list[str]]:
-    """Return a line for each message that is a JSON object, and where the others are; ValueError for one if `on_bad=fail`."""
+def _lines_of(config: PreprocConfig, messages: "list[Message]") -> Lines:
+    """Return the lines of messages; ValueError if one is no JSON object, under `on_bad=fail`."""
     import duckdb
 
     # In JSON a line break stands between values only. A message without a value deletes a key, and is no row.
@@ -149,9 +144,7 @@ def _objects(config: PreprocConfig, messages: "list[Message]") -> tuple[list[byt
         for message in messages
         if (value := message.value())
     }
-    found = [
-        is_object for (is_object,) in duckdb.execute(ARE_OBJECTS, [[*lines.values()]]).fetchall()
-    ]
+    found = [row[0] for row in duckdb.execute(ARE_OBJECTS, [[*lines.values()]]).fetchall()]
     others = [
         f"{where}: no JSON object: {shortened(printable(line.decode(errors='replace')), 80)}"
         for (where, line), is_object in zip(lines.items(), found, strict=True)
@@ -164,28 +157,23 @@ def _objects(config: PreprocConfig, messages: "list[Message]") -> tuple[list[byt
     return [*compress(lines.values(), found)], others
 
 
-def _write_part(
-    config: PreprocConfig,
-    path: Path,
-    objects: list[bytes],
-    others: list[str],
-    begins: dict[str, Any],
-) -> int:
+def _write_part(config: PreprocConfig, path: Path, lines: Lines, begins: dict[str, Any]) -> int:
     """Write the part of some messages, whole with the next offsets or not at all; return its rows. NoRowsError: none is one."""
     work = path.parent / NEXT
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    lines, part = str(work / "messages.jsonl"), work / path.name
-    with open(lines, "wb") as stream:
+    source, part = str(work / "messages.jsonl"), work / path.name
+    objects, others = lines
+    with open(source, "wb") as stream:
         stream.writelines(line + b"\n" for line in objects)
-    if not os.path.getsize(lines):
+    if not objects:
         raise NoRowsError("the messages have no values")
     table = TableConfig.of(config.table)
     sources = {
-        name: replace(source, files=lines) if source.files == config.source else source
-        for name, source in table.sources.items()
+        name: replace(of, files=source) if of.files == config.source else of
+        for name, of in table.sources.items()
     }
-    of_part = replace(config, source=lines, output=str(part), plot=False)
+    of_part = replace(config, source=source, output=str(part), plot=False)
     build_table(of_part, replace(table, sources=sources), Progress(Console(quiet=True)))
     if config.on_bad is OnBad.quarantine:
         with (part / "bad_rows.tsv").open("a", encoding="utf-8") as stream:

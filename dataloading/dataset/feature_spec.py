@@ -116,13 +116,10 @@ class CategoricalFeature:
 
     def wrong_text(self, value: int, where: str) -> str:
         """Return the message about a wrong id or key."""
-        if self.is_dynamic:
-            wrong = "stands for no value; write 0 for a missing one, else another number"
-            return f"feature '{self.name}': key {NO_KEY} at {where} {wrong}"
-        return (
-            f"feature '{self.name}': id {value} at {where} lies outside its table of {self.cardinality} rows; correct it, or "
-            f"the cardinality in {SPEC_NAME}"
-        )
+        wrong = "stands for no value; write 0 for a missing one, else another number"
+        if not self.is_dynamic:
+            wrong = f"lies outside its table of {self.cardinality} rows; correct it, or the cardinality in {SPEC_NAME}"
+        return f"feature '{self.name}': {'key' if self.is_dynamic else 'id'} {value} at {where} {wrong}"
 
     @classmethod
     def of(
