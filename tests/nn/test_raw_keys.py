@@ -360,6 +360,25 @@ def test_a_resumed_run_has_the_same_map_on_any_number_of_ranks(data, whole, tmp_
             np.testing.assert_array_equal(own, np.concatenate([*tensor.blocks()]), err_msg=name)
 
 
+def test_a_table_of_another_checkpoint_brings_its_keys(data, whole, tmp_path):
+    last, before = (whole / f"checkpoints/step_{step}" for step in (STEPS, 10))
+    options = [f"checkpoint.restore={before}", f"checkpoint.restore_tables={{user: {last}}}"]
+    resumed = run_command(
+        *KEYED, f"data.path={data / 'keys'}", *options, f"run_dir={tmp_path / 'r'}"
+    )
+    assert resumed.exit_code == 2
+    assert (
+        "has raw keys, which count the steps of their own run; set checkpoint.parts" in resumed.err
+    )
+    options += ["checkpoint.parts=[dense,tables]", "train.freeze=[tables]"]
+    trained(data, tmp_path / "run", 1, *options)
+    found = read_index(tmp_path / "run/checkpoints/step_1").tensors
+    wanted, other = (read_index(path).tensors for path in (last, before))
+    for name in ("keys.user.keys", "tables.user.weight"):
+        np.testing.assert_array_equal(found[name].array(), wanted[name].array())
+        assert (found[name].array() != other[name].array()).any()
+
+
 def test_records_count_the_keys_that_come_and_go(data, whole):
     found = [record for record in records(whole) if "keys_new" in record]
     new_rows = torch.load(data / "new_rows.pt", weights_only=False)
