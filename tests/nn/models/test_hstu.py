@@ -276,7 +276,10 @@ def test_the_published_model_has_its_size():
     spec = spec_of(
         *(feature(f"cross_{number}") for number in range(8)),
         *(feature(name) for name in items),
-        *(feature(f"hist_{name}", hotness=None, table=name) for name in items),
+        *(
+            replace(feature(f"hist_{name}", hotness=None, table=name), mean_hotness=2663)
+            for name in items
+        ),
         numerical=("hour",),
     )
     numbers = (EventColumn("hist_action", FLOAT), EventColumn("hist_time", np.dtype(np.int64)))
@@ -303,6 +306,13 @@ def test_the_published_model_has_its_size():
     assert count(model.candidate) == 1_051_648
     assert count(model.head) == 264_193
     assert count(STULayer(8, 2, 4)) == 512
+    # GFLOP of a sample of 2,672 positions, of which the last layer needs one: products thrice, those of attention 3.5 times.
+    work = {name: count / 1e9 for name, count in model.activations().products.items()}
+    assert 3 * work["positions"] == pytest.approx(67.2, abs=0.05)
+    assert 3.5 * work["attention"] == pytest.approx(51.2, abs=0.05)
+    whole = build_meta(replace(options, last_layer_of_candidates=False), spec).activations()
+    assert 3 * whole.products["positions"] / 1e9 == pytest.approx(50.4 + 37.8, abs=0.1)
+    assert 3.5 * whole.products["attention"] / 1e9 == pytest.approx(76.8, abs=0.05)
 
 
 def test_a_layer_gives_the_values_and_gradients_of_the_reference():
