@@ -98,7 +98,7 @@ class Samples:
             for length in lengths
         ]
         self.ages = torch.cat(ages).to(dtype)
-        self.hours = torch.randint(0, 200, (len(lengths), 1), generator=draw).to(dtype)
+        self.hours = torch.rand(len(lengths), 1, generator=draw).mul(200).to(dtype)
 
     def embeddings(self, spare: int = 3, first: int = 0) -> PooledEmbeddings:
         """Return the embeddings; `first` events of other samples come before."""
