@@ -235,6 +235,11 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
     if modes and modes[-1] != saved.get("mode", modes[-1]):
         # The directory has the results of the other mode.
         saved["run_dir"] = None
+        if any(override.key_or_group == "checkpoint.restore" for override in parsed):
+            # These were of the checkpoint that the run itself began from.
+            begun = {"parts", "restore_tables"}
+            checkpoint = saved.get("checkpoint") or {}
+            saved["checkpoint"] = {name: checkpoint[name] for name in checkpoint.keys() - begun}
     ConfigStore.instance().store(name=SAVED, node=saved)
     sys.argv.insert(1, SAVED_FLAG)
 

@@ -20,7 +20,13 @@ from configs.options import open_sections, option_names, replaced_options, type_
 from configs.schema import RENAMED
 
 # Begin the names of options that have keys of the user's own.
-OPEN_OPTIONS = ("table.", "tasks.", "sharding.tables.", "optimizer.embedding_options.")
+OPEN_OPTIONS = (
+    "table.",
+    "tasks.",
+    "sharding.tables.",
+    "optimizer.embedding_options.",
+    "checkpoint.restore_tables.",
+)
 
 
 class WrittenOption(NamedTuple):

@@ -1089,10 +1089,10 @@ class CheckpointConfig(Section):
                 value is None or self.delta_every is not None,
                 f"checkpoint.{name}={value} is of deltas, and checkpoint.delta_every=null writes none; set that too",
             )
-        others = self.restore_tables = self.restore_tables or {}
+        others = self.restore_tables = {} if self.restore_tables is None else self.restore_tables
         is_beside = self.restore is not None and CheckpointPart.tables in self.parts
         require(
-            not others
+            others == {}
             or (is_beside and isinstance(others, dict) and {*map(type, others.values())} == {str}),
             f"checkpoint.restore_tables={others}: want checkpoints by table, such as {{cat_0: PATH}}, beside checkpoint.restore "
             "and with tables in checkpoint.parts",

@@ -73,7 +73,9 @@ class TrialPlan:
         """Return the command that evaluates a trial's checkpoint on all rows of the test split."""
         all_rows = ("mode=eval", "eval.max_steps=null", "eval.final_max_steps=null")
         last = (f"eval.split={TEST}", "eval.best_metric=null", f"checkpoint.restore={checkpoint}")
-        return [*self.command(values, run_dir), *all_rows, *last]
+        # Those of trials are of the checkpoint that these begin from.
+        whole = ("checkpoint.parts=[dense,tables]", "checkpoint.restore_tables=null")
+        return [*self.command(values, run_dir), *all_rows, *last, *whole]
 
 
 def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:

@@ -124,6 +124,9 @@ def test_the_best_trial_is_tested_once_and_results_are_left(space, output):
     assert [name[:2] for name in starts_of(output)] == [f"{number:02d}" for number in range(5)]
     assert len(starts.tests) == 1
     assert "eval.split=test" in starts.tests[0]
+    # Not those of the checkpoint that trials may begin from.
+    whole = ["checkpoint.parts=[dense,tables]", "checkpoint.restore_tables=null"]
+    assert starts.tests[0][-2:] == whole
     assert all("data.validation_fraction=0.1" in command for command in starts.commands)
     kept = [path.parent.name[:2] for path in (output / "trials").glob("*/checkpoints")]
     assert kept == [f"{best['trial']:02d}"]

@@ -16,6 +16,7 @@ from tests.helpers.checkpoints import save as save_checkpoint
 from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import build, compose_config, open_source, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import summary
 from tests.nn.checkpoint.test_reshard import contents
 from tests.nn.checkpoint.test_state import case, save
 
@@ -100,6 +101,7 @@ def test_a_run_says_which_table_it_takes_from_where(saved, tmp_path):
         ("{cat_1: /nowhere}", "cat_1=/nowhere: there is no run.json"),
         ("{cat_1: EXPORT}", "={'cat_1': 'EXPORT'} holds another model or optimizer: no tables.cat_1."),
         ("[cat_1]", "want checkpoints by table, such as {cat_0: PATH}"),
+        ("0", "checkpoint.restore_tables=0: want checkpoints by table, such as {cat_0: PATH}"),
         ("{cat_1: OTHER} checkpoint.parts=[dense]", "beside checkpoint.restore and with tables"),
         ("{cat_1: OTHER} checkpoint.restore=null", "beside checkpoint.restore and with tables"),
     ],
@@ -117,6 +119,21 @@ def test_what_is_not_the_table_of_the_run_is_refused_in_one_line(saved, tmp_path
     assert ended.exit_code == 2
     assert message in ended.err
     assert ended.err.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    "began", ["checkpoint.restore_tables={cat_1: OTHER}", "checkpoint.parts=[tables]"]
+)
+def test_what_a_run_began_from_is_not_in_its_evaluation_by_its_config(saved, tmp_path, began):
+    run = tmp_path / "run"
+    began = began.replace("OTHER", str(saved["other"]))
+    assert command(saved, run, began, "checkpoint.save=true").exit_code == 0
+    words = ["mode=eval", f"config={run}/config.yaml", f"checkpoint.restore={run}/checkpoints/best"]
+    assert run_command(*words, f"run_dir={tmp_path / 'eval'}").exit_code == 0
+    assert summary(tmp_path / "eval")["test_log_loss"] == summary(run)["test_log_loss"]
+    again = run_command(*words, f"run_dir={tmp_path / 'again'}", began)
+    assert again.exit_code == 0
+    assert summary(tmp_path / "again")["test_log_loss"] != summary(run)["test_log_loss"]
 
 
 def test_another_vocabulary_of_the_table_is_refused_and_of_another_one_not(saved, monkeypatch):
