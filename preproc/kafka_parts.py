@@ -36,10 +36,13 @@ ANSWER_S = 30.0
 MOST_AT_ONCE = 10_000
 NO_BREAKS = bytes.maketrans(b"\r\n", b"  ")
 ARE_OBJECTS = """
-SELECT coalesce(json_type(json_) = 'OBJECT' AND len(json_keys(json_)) = len(list_distinct(json_keys(json_))), false)
+SELECT coalesce(
+    json_type(json_) = 'OBJECT' AND len(json_keys(json_)) = len(list_distinct(json_keys(json_)))
+    AND NOT list_contains(json_keys(json_), '') AND NOT contains(json_pretty(json_), chr(10) || repeat('    ', 128)),
+false)
 FROM (SELECT try_cast(try(decode(line_)) AS JSON) AS json_ FROM (SELECT unnest(?::BLOB[]) AS line_))
 """
-"""Whether the reader of tables takes a line: none with a name twice, which JSON allows."""
+"""Whether the reader of tables takes a line: none with a name twice or without one, or deeper than 127, which JSON allows."""
 Lines = tuple[list[bytes], list[str]]
 """JSON objects, and where the messages are that are none."""
 

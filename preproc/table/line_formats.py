@@ -39,7 +39,9 @@ def line_columns(
     """
     try:
         if source.format == "jsonl":
-            query = f"DESCRIBE SELECT * FROM {_json(file, 'sample_size = -1')}"
+            # Objects of many names are no maps, of which lists would be none either.
+            options = "sample_size = -1, maximum_depth = 2, map_inference_threshold = -1"
+            query = f"DESCRIBE SELECT * FROM {_json(file, options)}"
             kinds = {name: kind for name, kind, *_ in connection.execute(query).fetchall()}
             lists |= {name for name, kind in kinds.items() if kind.endswith("[]")}
             return list(source.columns or kinds)

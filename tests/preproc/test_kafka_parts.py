@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configs.messages import shortened
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from nn.training import stream_rows
@@ -155,6 +156,7 @@ def test_a_message_that_is_gone_or_no_row_ends_the_command(topic):
 
 
 BROKEN = [b"{", b'{"click": 1} {}', b"[1]", b" ", b'{"user": "\xff"}', b'{"user": 1, "user": 2}']
+BROKEN += [b'{"": 1}', b'{"a": ' + b"[" * 127 + b"1" + b"]" * 127 + b"}"]
 
 
 def test_messages_that_are_no_objects_are_counted_and_left_out_or_end_the_command(topic):
@@ -170,9 +172,10 @@ def test_messages_that_are_no_objects_are_counted_and_left_out_or_end_the_comman
     assert not [*topic.parts.glob("clicks-*")]
     ended = topic.follow_to_the_end("on_bad=quarantine")
     assert ended.exit_code == 0
-    assert "6 rows of 12 messages, 6 of them no JSON object" in " ".join(ended.out.split())
+    assert "6 rows of 14 messages, 8 of them no JSON object" in " ".join(ended.out.split())
     (bad,) = topic.parts.glob("clicks-*/bad_rows.tsv")
     wanted = ["{", '{"click": 1} {}', "[1]", " ", '{"user": "\ufffd"}', '{"user": 1, "user": 2}']
+    wanted += ['{"": 1}', shortened(BROKEN[-1].decode(), 80)]
     assert bad.read_text().splitlines() == [
         f"partition 0, offset {3 + at}: no JSON object: {text}" for at, text in enumerate(wanted)
     ]

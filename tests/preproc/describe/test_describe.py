@@ -466,6 +466,19 @@ def test_json_lines_keep_their_order_with_several_threads(tmp_path):
     assert numbers == [str(i) for i in range(len(numbers))]
 
 
+def test_objects_of_many_names_are_columns(tmp_path):
+    rows = ({"y": i % 2, "c": "a", f"k{i}": 1, "l": [{f"k{i}": i}]} for i in range(600))
+    source = lines(tmp_path / "a.jsonl", map(json.dumps, rows))
+    table = {
+        "sources": {"t": {"files": str(source), "format": "jsonl"}},
+        "label": {"name": "y"},
+        "categorical": ["c", {"name": "l", "list": True}],
+        "keep": ["k7"],
+    }
+    built(source, {"table": table, "frequency_limit": 0}, tmp_path / "data")
+    assert kept(tmp_path / "data", "k7").count("1") == 1
+
+
 def test_many_indices_of_libsvm_are_lists(tmp_path):
     row = " ".join(f"{k}:0.{k}" for k in range(1, MOST_INDICES + 2))
     content = described(lines(tmp_path / "a.svm", [f"0 {row}", f"1 {row} 999:3"] * 30), tmp_path)
