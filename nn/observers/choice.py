@@ -34,8 +34,9 @@ def _made(name: str) -> Observer:
 def check_events(name: str, observer: Observer) -> None:
     """Raise ValueError if the observer called `name` has a method `on_...` that no event calls."""
     events = [method for method in dir(Observer) if method.startswith("on_")]
-    for method in dir(observer):
-        if method.startswith("on_") and method not in events:
+    for method in sorted({*dir(observer)} - {*events}):
+        # Other attributes may have such a name too, as on_gpu.
+        if method.startswith("on_") and callable(getattr(observer, method)):
             raise ValueError(
                 f"the observer {name} has {method}, which is no event; want {', '.join(events)}"
             )

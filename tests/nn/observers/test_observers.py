@@ -186,6 +186,7 @@ def test_a_training_of_the_library_has_observers(tmp_path):
             self.ended = True
 
     counting = Counting()
+    counting.on_gpu = False  # no method
     config = options("dlrm", *TINY, *QUIET, f"run_dir={tmp_path}/run")
     with Training(config, quiet=True, observers=[counting]) as training:
         while training.num_steps < training.last_step:
