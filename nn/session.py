@@ -34,6 +34,7 @@ from nn.build import (
 )
 from nn.checkpoint.directory import CHECKPOINTS
 from nn.checkpoint.mirror import catch_up
+from nn.checkpoint.other_tables import described_tables
 from nn.checks import check_run, count, open_checked
 from nn.distributed.errors import DivergedError, EndOfRunError, RankError, SharedError
 from nn.distributed.failures import report_faults, report_lost_rank
@@ -415,8 +416,7 @@ def _header_facts(
         steps = "" if starts_at_zero else f", {start.num_steps:,} steps"
         parts = ", ".join(part.name for part in config.checkpoint.parts)
         begins = "; training starts at step 0" * starts_at_zero
-        others = config.checkpoint.restore_tables.items()
-        parts += "".join(f"; {table} of {path}" for table, path in others)
+        parts += described_tables(config.checkpoint)
         facts["restored"] = f"{start.path}{steps}, {parts}{begins}"
     if train.ema_decay is not None:
         facts["average"] = (

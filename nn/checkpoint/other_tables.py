@@ -30,6 +30,11 @@ def with_other_tables(
     return found
 
 
+def described_tables(parts: CheckpointConfig) -> str:
+    """Return from where the tables of `restore_tables` come, to follow what a run restores."""
+    return "".join(f"; {table} of {path}" for table, path in parts.restore_tables.items())
+
+
 def check_other_tables(
     parts: CheckpointConfig,
     declared: Sequence[EmbeddingBagConfig],

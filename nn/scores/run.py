@@ -14,6 +14,7 @@ from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import Config
 from dataloading.batch import Batch
+from dataloading.storage.local_copy import local_path
 from dataloading.storage.object_store import is_remote
 from nn.build import (
     build_key_maps,
@@ -24,6 +25,8 @@ from nn.build import (
     hardware_of,
     open_source,
 )
+from nn.checkpoint.directory import read_facts
+from nn.checkpoint.other_tables import described_tables
 from nn.checks import check_optimizers
 from nn.distributed.failures import report_faults, report_lost_rank
 from nn.distributed.process_group import Ranks, process_group, ranks_from_environment
@@ -177,9 +180,12 @@ def _score(
 def _facts(config: Config, start: ResumePoint) -> dict[str, Any]:
     """Return all but the rows that the scores depend on: scores of an earlier start are kept if it is the same."""
     options = plain_values(config)
-    return {
+    others = {
+        table: read_facts(local_path(path))["index_crc32"]
+        for table, path in config.checkpoint.restore_tables.items()
+    }
+    return ({"tables": others} if others else {}) | {
         "checkpoint": {name: start.facts.get(name) for name in ("num_steps", "index_crc32")},
-        "tables": options["checkpoint"]["restore_tables"],
         "model": options["model"],
         "tasks": options["tasks"],
         "seed": config.seed,
@@ -216,7 +222,7 @@ def _print_header(
     number = "" if rows.num_rows is None else f", {rows.num_rows:,} rows"
     facts = {
         "model": f"{config.model.name}, {len(spec.numerical)} numerical and {len(spec.categorical)} categorical features",
-        "restored": f"{start.path}, {start.num_steps:,} steps",
+        "restored": f"{start.path}, {start.num_steps:,} steps{described_tables(config.checkpoint)}",
         "data": f"{rows.title}{number}",
         "output": shown_output(config),
     }

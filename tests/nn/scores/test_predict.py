@@ -256,6 +256,26 @@ def test_scores_of_another_model_are_not_kept(trained, tmp_path, monkeypatch):
     assert output.read_bytes() == (tmp_path / "other.parquet").read_bytes()
 
 
+def test_scores_with_a_table_of_another_checkpoint_at_the_same_path_are_not_kept(
+    trained, tmp_path, monkeypatch
+):
+    """As `best` may lead to another one."""
+    ended = run_command(*trained.options, "seed=2", f"run_dir={tmp_path / 'other'}")
+    assert ended.exit_code == 0, ended.err
+    link, output = tmp_path / "link", tmp_path / "scores.parquet"
+    option = f"checkpoint.restore_tables={{user: {link}}}"
+    link.symlink_to(trained.checkpoint)
+    kill(trained, output, monkeypatch, option)
+    link.unlink()
+    link.symlink_to(tmp_path / "other/checkpoints/best")
+    ended = trained.predict(output, option)
+    assert ended.exit_code == 0, ended.err
+    assert f";userof{link}" in "".join(ended.out.split())
+    assert "held scores of another checkpoint" in ended.out
+    assert trained.predict(tmp_path / "again.parquet", option).exit_code == 0
+    assert output.read_bytes() == (tmp_path / "again.parquet").read_bytes()
+
+
 def test_a_score_that_is_not_finite_ends_the_command(trained, tmp_path, monkeypatch):
     plain = scores_run.scores_of
 
