@@ -290,13 +290,6 @@ class SplitRule:
     train: float | None = None
     validation: float = 0.0
 
-    @classmethod
-    def of_test_files(cls, first: int) -> "SplitRule":
-        """Return the rule that tests on the rows of the files from number `first` on."""
-        return cls(
-            by="column", expression=f"CASE WHEN file_ >= {first} THEN 'test' ELSE 'train' END"
-        )
-
     @property
     def unused(self) -> list[str]:
         """Return the keys that are set and that `by` does not read."""

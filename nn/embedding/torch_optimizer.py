@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from configs.schema import OptimizerConfig
 from nn.embedding.local_tables import LocalTable
@@ -78,13 +78,6 @@ class TableOptimizer(torch.optim.Optimizer):
             for tensor, old in zip(tensors, old_tensors, strict=True):
                 rows = untouched.view(-1, *[1] * (tensor.dim() - 1))
                 tensor.copy_(torch.where(rows, old, tensor))
-
-
-def table_optimizer(
-    tables: Iterable[nn.Parameter], config: OptimizerConfig
-) -> TableOptimizer | None:
-    tables = list(tables)
-    return TableOptimizer(tables, config) if tables else None
 
 
 @torch.no_grad()

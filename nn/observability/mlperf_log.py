@@ -40,11 +40,6 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
-def machine_name(world_size: int, num_hosts: int, gpu: str | None) -> str:
-    """Name the machines of a run, such as `1x8xNVIDIA H200`: hosts, ranks per host, GPU."""
-    return f"{num_hosts}x{world_size // num_hosts}x{gpu or 'CPU'}"
-
-
 def settings_of(
     config: Config, *, machine: str, train_rows: int, eval_rows: int, on_gpu: bool, num_ranks: int
 ) -> dict[str, Any]:

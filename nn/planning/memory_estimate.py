@@ -102,7 +102,9 @@ def plan_memory(
     partial_bytes = batch * group_size * partial_columns * sent_bytes
     forward_bytes = _forward_values(config, model, batch, eval_batch) * activation_bytes
     works = [_work_of(rank, others, features, global_batch, batch) for rank in range(group_size)]
-    in_hops = config.sharding.two_hops * _between_hops(local, works, sent_bytes)
+    # The exchange of most bytes is sorted for the first hop, arrives, and is sorted for the second.
+    hops = 3 * config.sharding.two_hops
+    in_hops = hops * max([local, *(work.elements * sent_bytes for work in works)])
     memories = []
     for rank, work in enumerate(works):
         held = [table for table in plan if rank in table.ranks]
@@ -358,11 +360,6 @@ def _ids_of_tables(
     return {table.name: {name: ids[name] for name in table.feature_names} for table in declared}
 
 
-def _between_hops(local: int, works: Sequence[_SparseWork], sent_bytes: int) -> int:
-    """Return the memory of the exchange of most bytes: sorted for the first hop, as it arrives, and sorted for the second."""
-    return 3 * max([local, *(work.elements * sent_bytes for work in works)])
-
-
 def _work_of(
     rank: int,
     plan: Sequence[TablePlan],
@@ -489,7 +486,7 @@ def _pass_over(
     layers = model.linear_layers()
     # What backward needs again: the input of every layer, which is the output of the one before.
     saved = sum(before for before, _ in layers) + model.activations().backward_columns
-    saved += model.columns_kept_by_layers()
+    saved += sum(getattr(layer, "kept_columns", 0) for layer in model.modules())
     # Of one layer's output and of its input.
     gradients = max((2 * max(layer) for layer in layers), default=0)
     if config.train.fp8 is not Fp8.off:

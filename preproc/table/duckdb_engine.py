@@ -67,10 +67,6 @@ class StagedRows:
     files: list[RawFile]  # these files, in order
 
     @property
-    def are_parquet(self) -> bool:
-        return any(file.is_parquet for file in self.files)
-
-    @property
     def with_text_items(self) -> str:
         """The query for DuckDB, in which items of lists are texts, as single values are."""
         lists = [
@@ -272,7 +268,7 @@ class DuckDBEngine:
         has_order = rows.order_by == SOURCE_ORDER
         if not has_order:
             query = f"SELECT * FROM ({query}) ORDER BY {nulls_first(rows.order_by)}"
-        elif self._keeps_order(query) and not rows.are_parquet:
+        elif self._keeps_order(query) and not any(file.is_parquet for file in rows.files):
             # Numbering the lines of text files would take one thread for all columns.
             query = f"SELECT * EXCLUDE (order_) FROM ({query})"
             has_order = False

@@ -207,7 +207,8 @@ def find_sources(config: PreprocConfig, table: TableConfig) -> tuple[TableConfig
     _, tests = find_source(name, replace(source, files=patterns), "test_source")
     refuse_shared(files, tests)
     sources[name] = (source, files + tests)
-    return replace(table, split=SplitRule.of_test_files(len(files))), sources
+    tests_last = f"CASE WHEN file_ >= {len(files)} THEN 'test' ELSE 'train' END"
+    return replace(table, split=SplitRule(by="column", expression=tests_last)), sources
 
 
 def _rule(config: PreprocConfig, table: TableConfig) -> SplitRule:

@@ -16,7 +16,6 @@ from preproc.table.extension import (
     DAYS_COLUMNS,
     fitted_rows,
     kept_ids,
-    live_values,
     new_ids,
     still_waiting,
     waiting,
@@ -133,7 +132,8 @@ def _note_values(journal: Journal, first: int, owner: Categorical) -> None:
 
 def values_with_id(journal: Journal, first: int, owner: Categorical) -> str:
     name = f"vocabulary_{first}"
-    return live_values(name) if _has_days(journal, owner) else name
+    live = f"(SELECT value, id FROM {name} WHERE NOT retired)"
+    return live if _has_days(journal, owner) else name
 
 
 def _make_vocabulary(journal: Journal, first: int, owner: Categorical) -> str | None:
