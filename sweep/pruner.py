@@ -17,7 +17,6 @@ class ReachPruner(optuna.pruners.BasePruner):
     """Ends a trial that would not reach the best one if it gained as much from now on as any complete trial did."""
 
     def prune(self, study: Study, trial: FrozenTrial) -> bool:
-        """Return whether the trial is to be ended after its last evaluation."""
         complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         last = trial.last_step
         if last is None or len(complete) < LEAST_COMPLETE:

@@ -13,8 +13,6 @@ from dataloading.dataset.sequences import SequenceGroup, row_of
 
 
 class GrowingFile(CountedFile):
-    """A column that is being written."""
-
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         super().__init__(path)
@@ -139,7 +137,6 @@ def file_name(name: str) -> str:
 
 
 def group_file_name(group: str, kind: str) -> str:
-    """Return the file name of the slices or the moments of a sequence group."""
     return f"{file_name(group).removesuffix('.bin')}.{kind}.bin"
 
 

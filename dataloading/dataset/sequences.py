@@ -19,8 +19,6 @@ EVENTS = "events"
 
 @dataclass(frozen=True, slots=True)
 class EventColumn:
-    """One number per event."""
-
     name: str
     # on disk: int8 to int64, float16 or float32; float32 in a batch
     dtype: np.dtype

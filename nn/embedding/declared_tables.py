@@ -176,7 +176,6 @@ def table_of_feature(tables: Sequence[EmbeddingBagConfig]) -> dict[str, str]:
 
 
 def tables_of_feature(tables: Sequence[EmbeddingBagConfig]) -> dict[str, list[str]]:
-    """Return the tables of every feature, in the order of the tables."""
     tables_of: dict[str, list[str]] = {}
     for table in tables:
         for feature in table.feature_names:

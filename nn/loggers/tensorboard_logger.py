@@ -23,8 +23,6 @@ HYPERPARAMETERS = ("recipe", "seed", "model", "optimizer", "scheduler", "train")
 
 
 class TensorBoardLogger:
-    """Logger to event files in the run directory."""
-
     def __init__(self) -> None:
         self._events: dict[str, TensorBoardEvents] = {}
         self._has_plain_loss = False

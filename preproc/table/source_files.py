@@ -29,8 +29,6 @@ Sources = dict[str, tuple[Source, list[RawFile]]]
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """One source, resolved."""
-
     source: Source  # its description, with a format
     files: list[RawFile]  # its files, in order
     columns: list[str]  # names of the columns, in the order of the first file

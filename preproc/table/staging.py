@@ -88,8 +88,6 @@ ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class _Expression:
-    """SQL of the user."""
-
     column: str  # name of the column that holds its value
     where: str  # its key in the description, for messages
     sql: str  # the expression
@@ -110,8 +108,6 @@ class _Expression:
 
 
 class Staging:
-    """Staged rows of a table."""
-
     def __init__(
         self,
         engine: Engine,
@@ -162,7 +158,6 @@ class Staging:
 
     @property
     def rows(self) -> StagedRows:
-        """The rows as an engine stages them."""
         features = self.table.categorical
         return StagedRows(
             self.query,
