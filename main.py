@@ -92,7 +92,6 @@ def _process() -> Iterator[None]:
 
 
 def _compare(run_dirs: Iterable[str]) -> None:
-    """Print the table of the jobs that have trained."""
     from compare.report import print_comparison
     from compare.run_record import RunRecord
     from nn.observability.console import make_console

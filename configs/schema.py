@@ -1268,7 +1268,6 @@ class Config(Section):
             require(is_met or not is_watched, f"data.watch_dir={data.watch_dir} wants {wanted}")
 
     def _check_day(self) -> None:
-        """Refuse a next day of a run that cannot have one."""
         require(
             not self.days or (self.day is not None and self.data.path is None),
             "days names several datasets; set day=next, and leave data.path out",

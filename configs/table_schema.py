@@ -593,7 +593,6 @@ class TableConfig:
         )
 
     def _check_of(self, where: str, of: str) -> None:
-        """Raise ValueError unless `of` is a categorical feature with one value per row."""
         scalars = [feature.name for feature in self.categorical if not feature.is_list]
         kinds = {feature.name: "a list" for feature in self.categorical}
         kinds |= {feature.name: "a numerical feature" for feature in self.numerical}

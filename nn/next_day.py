@@ -61,7 +61,6 @@ def day_to_train(
 
 
 def _check_follows(config: Config, before: Day, now: Lineage, path: str | None) -> None:
-    """Refuse a dataset whose ids do not continue those of the run."""
     where = f"data.path={config.data.path}"
     may_allow = "or checkpoint.allow_changes=true if the ids that both have mean the same"
     if now.parent is None:

@@ -104,7 +104,6 @@ def _conclude(
     console: Console,
     start: Start,
 ) -> None:
-    """Print and write the results, and test the best trial."""
     rows = rows_of(directory, study, space)
     about = title_of({"recipe": study.config.recipe, "data": plan.data.path})
     console.print()

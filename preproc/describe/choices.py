@@ -94,7 +94,6 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
 
 
 def _check_label(column: Column) -> None:
-    """Raise ValueError unless a column that the option `label` names has single values."""
     if column.distinct == 0:
         raise ValueError(f"label={column.name}: no row has a value; name another column")
     if column.is_list or column.is_nested:

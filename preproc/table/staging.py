@@ -296,7 +296,6 @@ class Staging:
         return self.table.without(absent)
 
     def _unread(self, rows: str) -> QueryError | None:
-        """Return why rows of a source cannot be read, if so."""
         try:
             self._engine.rows(f"SELECT count(order_) FROM (SELECT order_ FROM {rows})")
         except QueryError as error:
