@@ -134,7 +134,7 @@ SUBPACKAGES = {
         "nn.plots",
         "nn.tiers",
     },
-    "nn.metrics": {"nn.models", "nn.ops"},
+    "nn.metrics": {"nn.distributed", "nn.models", "nn.ops"},
     "nn.training": {
         "nn.checkpoint",
         "nn.distributed",
