@@ -398,15 +398,12 @@ class TableConfig:
             )
         parsed = record_of(cls, content, "table")
         parsed.check()
-        return parsed._with_query()
-
-    def _with_query(self) -> "TableConfig":
-        """Return the description with a query if `order_by` orders the rows of a source, equal ones as in its files."""
-        if self.query or not self.order_by:
-            return self
-        (name,) = self.sources
-        order_by = [*self.order_by, "file_", "order_"]
-        return replace(self, query=f"SELECT * FROM {quoted(name)}", order_by=order_by)
+        if parsed.query or not parsed.order_by:
+            return parsed
+        # Equal rows of a source stay as they are in its files.
+        (name,) = parsed.sources
+        order_by = [*parsed.order_by, "file_", "order_"]
+        return replace(parsed, query=f"SELECT * FROM {quoted(name)}", order_by=order_by)
 
     @property
     def numerical_names(self) -> list[str]:

@@ -34,7 +34,7 @@ from nn.observability.mlperf_log import MLPERF_LOG, RESUMED, MlperfLog, now_ms, 
 from nn.observability.numerical_ranges import range_note
 from nn.observability.progress import Progress
 from nn.observability.time_left import TimeLeft
-from nn.observers.choice import Observers, make_observers
+from nn.observers.choice import Observers, make_observer
 from nn.observers.observer import Observer
 from nn.resume import ResumePoint, tidy
 from nn.session import Session, open_session
@@ -73,7 +73,7 @@ def open_training(
     loader = session.loaders.train
     assert loader is not None
     last_step = start.day.last_step(config, loader.steps_per_epoch)
-    users = make_observers(config.log.observers) | dict(observers or {})
+    users = {name: make_observer(name) for name in config.log.observers} | dict(observers or {})
     with ExitStack() as stack:
         # Before any row is read, since its clock starts there.
         mlperf = stack.enter_context(_mlperf_log(session, started_ms))

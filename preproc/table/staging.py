@@ -102,7 +102,7 @@ class _Expression:
         return re.fullmatch(r'\w+|"([^"]|"")*"', self.sql) is not None
 
     def is_other_value(self, columns: Container[str]) -> bool:
-        """Return whether an engine takes the name for a value of its own, since no column has it."""
+        """Return whether an engine takes the name, such as `user`, for a value of its own, since no column has it."""
         name = self.sql.strip('"').replace('""', '"').lower()
         return self.is_column and name in VALUE_NAMES and name not in columns
 
@@ -138,7 +138,9 @@ class Staging:
             self._expressions = _expressions_of(self.table)
         if table.query and table.split.needs_file:
             self._require_file(base)
-        self._refuse_other_values()
+        for item in self._expressions:
+            if item.is_other_value(self._column_names):
+                self._refuse_item(item, f"no column {quoted(item.sql.strip(chr(34)))}")
         reason = "not one value per expression"
         try:
             values = self._values(base)
@@ -546,12 +548,6 @@ class Staging:
                 absent = re.match(r'Referenced column (".*) not found', str(error))
                 reason = f"no column {absent[1]}" if absent else f"{error}{_cast(error)}"
             self._refuse_item(item, reason)
-
-    def _refuse_other_values(self) -> None:
-        """Raise ValueError for a column that does not exist but whose name is a value to the engine, such as `user`."""
-        for item in self._expressions:
-            if item.is_other_value(self._column_names):
-                self._refuse_item(item, f"no column {quoted(item.sql.strip(chr(34)))}")
 
     def _refuse_item(self, item: _Expression, reason: str) -> NoReturn:
         if re.match("event|numbers", item.column) and item.is_column:
