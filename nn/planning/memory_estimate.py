@@ -102,9 +102,7 @@ def plan_memory(
     partial_bytes = batch * group_size * partial_columns * sent_bytes
     forward_bytes = _forward_values(config, model, batch, eval_batch) * activation_bytes
     works = [_work_of(rank, others, features, global_batch, batch) for rank in range(group_size)]
-    # The exchange of most bytes is sorted for the first hop, arrives, and is sorted for the second.
-    hops = 3 * config.sharding.two_hops
-    in_hops = hops * max([local, *(work.elements * sent_bytes for work in works)])
+    in_hops = config.sharding.two_hops * _between_hops(local, works, sent_bytes)
     memories = []
     for rank, work in enumerate(works):
         held = [table for table in plan if rank in table.ranks]
@@ -358,6 +356,11 @@ def _ids_of_tables(
         numbers = keys if count.hotness else 2 * keys + 2
         ids[name] = _Ids(keys, numbers, not count.hotness)
     return {table.name: {name: ids[name] for name in table.feature_names} for table in declared}
+
+
+def _between_hops(local: int, works: Sequence[_SparseWork], sent_bytes: int) -> int:
+    """Return the memory of the exchange of most bytes: sorted for the first hop, as it arrives, and sorted for the second."""
+    return 3 * max([local, *(work.elements * sent_bytes for work in works)])
 
 
 def _work_of(

@@ -16,6 +16,7 @@ from configs.table_schema import (
     SplitRule,
     arguments_of,
     numbers_of,
+    quoted,
     texts_of_no_other_type,
     transform_of,
 )
@@ -30,10 +31,6 @@ RELATION_FILE = "0.parquet"
 """File of a relation that DuckDB stores, in its directory."""
 FIXED_POINT = 2.0**40
 LARGEST_DOUBLE = "1.7976931348623157e308"
-
-
-def quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 def text(value: str) -> str:
