@@ -14,11 +14,9 @@ from configs.table_schema import TableConfig
 
 Mode = StrEnum("Mode", "fit transform extend verify convert describe")
 Format = StrEnum("Format", "binary parquet")
-"""Output format of `mode=convert`."""
 Layout = StrEnum("Layout", "criteo mlperf table synthetic yambda")
 EngineName = StrEnum("EngineName", "duckdb spark")
 Split = StrEnum("Split", "fraction last_file")
-"""Division of `source` into training and test lines."""
 SplitName = StrEnum("SplitName", "train test validation")
 VocabularyRows = StrEnum("VocabularyRows", "train all")
 OnBad = StrEnum("OnBad", "fail skip quarantine")

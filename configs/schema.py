@@ -37,7 +37,6 @@ from configs.options import (
 
 Mode = StrEnum("Mode", "train eval inference importance predict plan")
 Amp = StrEnum("Amp", "off bf16 fp16")
-"""Precision of the dense component."""
 Fp8 = StrEnum("Fp8", "off partial full")
 """Matrix products of wide layers in 8 bits: all three of a layer, or without the gradients of weights."""
 TableDtype = StrEnum("TableDtype", "fp32 bf16 fp16")

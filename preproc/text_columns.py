@@ -7,7 +7,6 @@ from typing import Any
 from configs.messages import shown
 
 TEXT_TYPES = ("varchar", "string")
-"""Names of the type in SQL."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 Tables = list["EmbeddingBagConfig"]
-"""Tables that a model declares."""
 
 
 def one_table_per_feature(

@@ -282,7 +282,6 @@ class _SequenceOptions(_DeepOptions):
 
 
 Residual = StrEnum("Residual", "post_norm pre_norm gated")
-"""Ways to join a layer F of a transformer block to its input x."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -337,7 +336,6 @@ class OneTransOptions(_SequenceOptions):
 
 
 Search = StrEnum("Search", "product hash")
-"""Similarities that the events of a long history are searched by."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,15 +18,12 @@ from dataloading.dataset.durable_files import AppendedFile
 from nn.observers.observer import Loop, Observer
 
 MLPERF_LOG = "mlperf.log"
-"""File of a run directory."""
 BENCHMARKS = {"hstu": "dlrmv4", "dcnv2": "dlrm_dcnv2"}
-"""Benchmarks by the names of their models."""
 
 OPTIMIZERS = {"adam": "Adam", "rowwise_adagrad": "RowWiseAdagrad"}
 """Names that the rules of `dlrmv4` have for optimizers."""
 
 POINT, START, STOP = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
-"""Types of events."""
 
 RESUMED = (
     "log.mlperf: this run starts from a checkpoint, and a benchmark's run is one contiguous period from new weights to "

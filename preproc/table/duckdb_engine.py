@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # 25 MB of memory that preprocessing does not need
     import pyarrow as pa
 
 SOURCE_ORDER = ["file_", "order_"]
-"""Columns that order the rows of one source."""
 IN_ORDER = {
     *("READ_PARQUET", "READ_CSV", "READ_JSON", "UNION", "STREAMING_WINDOW", "PROJECTION", "FILTER")
 }

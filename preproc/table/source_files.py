@@ -24,7 +24,6 @@ RESERVED = ("file_", "order_")
 # DuckDB calls the row number of a Parquet file so.
 RESERVED_IN_PARQUET = (*RESERVED, "file_row_number")
 Sources = dict[str, tuple[Source, list[RawFile]]]
-"""Sources by name, with their files."""
 
 
 @dataclass(frozen=True, slots=True)
