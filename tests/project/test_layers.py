@@ -206,7 +206,6 @@ SUBPACKAGES = {
         "nn.models",
         "nn.training",
     },
-    "nn.importance": {"nn.models"},
     "nn.step_floor": {"nn.embedding", "nn.models", "nn.tiers", "nn.training"},
     "nn.saved_config": {"nn.models"},
     "nn.library": {
@@ -258,7 +257,7 @@ SUBPACKAGES = {
         "nn.deltas",
         "nn.distributed",
         "nn.hypertune",
-        "nn.importance",
+        "nn.models",
         "nn.observability",
         "nn.observers",
         "nn.planning",
