@@ -85,10 +85,8 @@ class EventWriter:
 
     def append_log(self, ids: Mapping[str, np.ndarray], events: Mapping[str, np.ndarray]) -> None:
         """Append events that are of no row yet."""
-        each, first = (
-            np.ones(np.size(ids.get(self.group.features[0], ())), np.int64),
-            self.num_events,
-        )
+        first = self.num_events
+        each = np.ones(np.size(ids.get(self.group.features[0], ())), np.int64)
         self.append(ids, events, each, None, lambda at: f"event {first + at}")
 
 
