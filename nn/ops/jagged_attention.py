@@ -26,8 +26,7 @@ class ScoreBias:
 
     position: Tensor | None = None  # [H, R]
     time: Tensor | None = None  # by `time_bucket`, [H, T]; T is a power of two
-    times: Tensor | None = None  # of the keys, float32 [C]
-    query_times: Tensor | None = None  # None where the queries are those of the keys
+    times: Tensor | None = None  # of the keys, float32 [C]; a query has that of the key where it is
 
 
 def attend(
@@ -58,7 +57,7 @@ def attend(
     if bias.time is not None:
         assert bias.times is not None
         of_keys = pad(bias.times, at)
-        of_queries = of_keys if bias.query_times is None else pad(bias.query_times, queries)
+        of_queries = of_keys.gather(1, offset.clamp(max=key.shape[0] - 1))
         bucket = time_bucket(of_queries[:, :, None] - of_keys[:, None], bias.time.shape[1])
         scores = scores + bias.time[:, bucket].transpose(0, 1)
     is_key = padded_positions(at)[1][:, None, None]

@@ -33,7 +33,6 @@ class Operands(NamedTuple):
     v: Tensor
     position: Tensor | None
     time: Tensor | None
-    query_times: Tensor | None
     times: Tensor | None
     query_starts: Tensor
     query_lengths: Tensor
@@ -80,8 +79,7 @@ def attend(
 ) -> Tensor:
     """Map queries [Q, H, K], keys and values [C, H, K], all of one dtype, to [Q, H, K]."""
     q, k, v = (_with_rows(each.to(q.dtype)) for each in (q, k, v))
-    query_times = bias.times if bias.query_times is None else bias.query_times
-    biases = (bias.position, bias.time, query_times, bias.times)
+    biases = (bias.position, bias.time, bias.times)
     biases = tuple(None if each is None else each.contiguous() for each in biases)
     samples = (queries.starts, queries.lengths, at.starts, at.lengths)
     sizes = (q.stride(0), k.stride(0), v.stride(0), len(q), queries.max_length, at.max_length)
@@ -125,7 +123,7 @@ class _Attend(torch.autograd.Function):
         of_bias: tuple[Tensor | None, ...] = (None, None)
         if any(ctx.needs_input_grad[5:7]):
             of_bias = _bias_gradients(x, saved, shape)
-        return None, None, of_q, of_k, of_v, *of_bias, *[None] * 6
+        return None, None, of_q, of_k, of_v, *of_bias, *[None] * 5
 
 
 def _grid(x: Operands, shape: Shape, max_length: int, block: int) -> tuple[int]:
@@ -249,8 +247,8 @@ def _scores(x, a, b, i, j, at, S: tl.constexpr):
 @triton.jit
 def _time_buckets(x, i, j, at, S: tl.constexpr):
     """Return `nn.ops.jagged_attention.time_bucket` of pairs."""
-    start, query_start, length, _ = at
-    of_query = tl.load(x.query_times + query_start + i, mask=i < length, other=0.0)
+    start, _, length, _ = at
+    of_query = tl.load(x.times + start + i, mask=i < length, other=0.0)
     of_key = tl.load(x.times + start + j, mask=(j >= 0) & (j < length), other=0.0)
     bits = tl.maximum(tl.abs(of_query - of_key), 1.0).to(tl.int32, bitcast=True) - (127 << 23)
     return tl.minimum(bits >> S.SHIFT, (1 << (28 - S.SHIFT)) - 1)

@@ -82,7 +82,7 @@ def test_one_more_vector_comes_behind_the_last(at):
     check(lambda x, y: jagged.append(x, y, at)[0], values, one)
 
 
-def of_one_sample(q, k, v, causal, scale, position, time, query_times, times) -> Tensor:
+def of_one_sample(q, k, v, causal, scale, position, time, times) -> Tensor:
     """Attention pair by pair."""
     rows = []
     for i in range(len(q)):
@@ -91,7 +91,7 @@ def of_one_sample(q, k, v, causal, scale, position, time, query_times, times) ->
         for j in keys:
             centre = 0 if causal else position.shape[1] // 2
             column = min(max(offset - j + centre, 0), position.shape[1] - 1)
-            bucket = time_bucket((query_times[i] - times[j]).float(), time.shape[1])
+            bucket = time_bucket((times[offset] - times[j]).float(), time.shape[1])
             scores.append((q[i] * k[j]).sum(-1) * scale + position[:, column] + time[:, bucket])
         weights = torch.stack(scores).softmax(0)
         rows.append((weights[..., None] * v[keys.start : keys.stop]).sum(0))
@@ -111,19 +111,18 @@ def test_attention_within_each_sample(causal, queries):
         )
         position, time = torch.randn(2, 3, dtype=WIDE), torch.randn(2, 32, dtype=WIDE)
         times = drawn(at).abs() * 1e6
-        query_times = times if queries is None else torch.zeros(5)
 
-        def run(q, k, v, position, time, at=at, times=times, query_times=query_times):
-            bias = ScoreBias(position, time, times, query_times)
+        def run(q, k, v, position, time, at=at, times=times):
+            bias = ScoreBias(position, time, times)
             return attend(q, k, v, at, queries or at, causal, 0.7, bias)
 
         found = run(q, k, v, position, time)
         for ours, *rows in zip(
-            *(of_each(found, query_at), of_each(q, query_at), of_each(k, at), of_each(v, at)),
-            *(of_each(query_times, query_at), of_each(times, at)),
+            *(of_each(found, query_at), of_each(q, query_at)),
+            *(of_each(each, at) for each in (k, v, times)),
             strict=True,
         ):
-            wanted = of_one_sample(*rows[:3], causal, 0.7, position, time, *rows[3:])
+            wanted = of_one_sample(*rows[:3], causal, 0.7, position, time, rows[3])
             torch.testing.assert_close(ours, wanted)
     check(run, q, k, v, position, time)
 

@@ -311,11 +311,11 @@ def build_jagged() -> None:
         ("*fp32", False, True, "constexpr"),  # one query per sample
     ):
         shape = Shape(4, 64, 64, 200 * has_bias, 22 * has_bias, True, "ieee")
-        bias = ("*fp32" if has_bias else "constexpr",) * 4
+        bias = ("*fp32" if has_bias else "constexpr",) * 3
         numbers = (*["i32"] * 4, max_queries, "i32", "fp32")
         x = Operands(*[dtype] * 3, *bias, *["*i32"] * 4, *numbers)
-        inside = {(0, at): None for at in range(3, 7) if not has_bias}
-        inside |= {(0, 15): 1} if max_queries == "constexpr" else {}
+        inside = {(0, at): None for at in range(3, 6) if not has_bias}
+        inside |= {(0, 14): 1} if max_queries == "constexpr" else {}
         queries, keys = (128, 64) if is_long else (32, 32)
         dtypes = dict.fromkeys(("out", "of_q", "of_k", "of_v"), dtype)
         dtypes |= dict.fromkeys(("log_sums", "by_distance", "by_time"), "*fp32")

@@ -77,10 +77,9 @@ def inputs_of(
 
 def attention(of, at: Positions, queries: Positions, causal: bool) -> Callable[..., Tensor]:
     times = drawn(at).abs() * 1e6
-    query_times = None if queries is at else drawn(queries).abs() * 100
 
     def run(q, k, v, position=None, time=None):
-        bias = ScoreBias(position, time, times, query_times)
+        bias = ScoreBias(position, time, times)
         return of.attend(q, k, v, at, queries, causal, 0.3, bias)
 
     return run
