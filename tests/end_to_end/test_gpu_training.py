@@ -50,6 +50,15 @@ def test_many_gpus_train_as_one(one_gpu, world_size, amp):
     assert_alike(one_gpu[amp], many, amp)
 
 
+def test_two_processes_train_as_one():
+    """What the tests of GPUs compare, where there is none."""
+    cases = [[*case(*parts), SEED] for parts in CASES]
+    one, two = (
+        run_distributed(losses_and_changes_of_cases, ranks, cases, NUM_STEPS)[0] for ranks in (1, 2)
+    )
+    assert_alike(one, two, "off")
+
+
 @needs_one_gpu
 def test_a_gpu_trains_as_the_cpu(one_gpu):
     cpu = losses_and_changes_of_cases(

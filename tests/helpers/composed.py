@@ -35,7 +35,6 @@ from nn.distributed.process_group import Ranks, process_group, ranks_from_enviro
 from nn.embedding.declared_tables import table_of_feature
 from nn.layers.initialization import fill_uniform_
 from nn.models.registry import declared_tables, typed_config
-from nn.sharding.sharded_tables import ShardedTables
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
 from tests.helpers.command import uncopied_schemas
@@ -212,10 +211,11 @@ def change_of_tables(built: Built, before: list[torch.Tensor]) -> dict[str, list
     The numbers do not depend on the layout of the tables.
     """
     tables = built.step.tables
-    sums = {name: torch.zeros(3, dtype=torch.float64) for name in sorted(tables.names)}
-    replicated = set(tables.replicated_names) if isinstance(tables, ShardedTables) else set()
+    sums = {name: torch.zeros(4, dtype=torch.float64) for name in sorted(tables.names)}
     for shard, old in zip(tables.shards(), before, strict=True):
         change = shard.weight.double() - old.double()
+        # The last number counts the weights: of a replicated table every rank has all.
+        count = torch.tensor(float(change.numel()), dtype=torch.float64, device=change.device)
         numbers = [change.square().sum()]
         for seed in (101, 102):
             direction = torch.empty_like(shard.weight)
@@ -228,11 +228,12 @@ def change_of_tables(built: Built, before: list[torch.Tensor]) -> dict[str, list
                 bound=1.0,
             )
             numbers.append((change * direction.double()).sum())
-        share = 1 / built.ranks.world_size if shard.table in replicated else 1.0
-        sums[shard.table] += torch.stack(numbers).cpu() * share
-    for total in sums.values():
+        sums[shard.table] += torch.stack([*numbers, count]).cpu()
+    for name, total in sums.items():
         total.copy_(built.ranks.all_reduce_sum(total.to(built.ranks.device)).cpu())
-    return {name: [total[0].sqrt().item(), *total[1:].tolist()] for name, total in sums.items()}
+        rows, columns, _ = tables.described[name]
+        total /= total[3] / (rows * columns)
+    return {name: [total[0].sqrt().item(), *total[1:3].tolist()] for name, total in sums.items()}
 
 
 def worst_difference(one: dict[str, list[float]], other: dict[str, list[float]]) -> float:
