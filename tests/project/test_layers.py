@@ -63,7 +63,6 @@ SUBPACKAGES = {
         "dataloading.synthetic_history",
         "dataloading.teacher",
     },
-    "dataloading.known_ids_source": {"dataloading.dataset"},
     "dataloading.stream_source": {
         "dataloading.dataset",
         "dataloading.held_out_source",
