@@ -1033,6 +1033,10 @@ class CheckpointConfig(Section):
     restore: str | None = option(
         None, "step_N, or NVIDIA's TF2 checkpoint, to start from if run_dir has none", path=True
     )
+    restore_tables: Any = option(
+        None,
+        "checkpoints, by table, from which single tables come in place of that of restore: {cat_0: PATH}",
+    )
     mirror: str | None = option(
         None, "s3://BUCKET/FOLDER for copies of checkpoints and records, from which runs resume"
     )
@@ -1078,6 +1082,14 @@ class CheckpointConfig(Section):
                 value is None or self.delta_every is not None,
                 f"checkpoint.{name}={value} is of deltas, and checkpoint.delta_every=null writes none; set that too",
             )
+        others = self.restore_tables = self.restore_tables or {}
+        is_beside = self.restore is not None and CheckpointPart.tables in self.parts
+        require(
+            not others
+            or (is_beside and isinstance(others, dict) and {*map(type, others.values())} == {str}),
+            f"checkpoint.restore_tables={others}: want checkpoints by table, such as {{cat_0: PATH}}, beside checkpoint.restore "
+            "and with tables in checkpoint.parts",
+        )
         components = {CheckpointPart.dense, CheckpointPart.tables}
         names = "[" + ", ".join(part.name for part in self.parts) + "]"
         require(
@@ -1342,6 +1354,13 @@ class Config(Section):
             str(name): TaskConfig.of(f"tasks.{name}", values)
             for name, values in (self.tasks or {}).items()
         }
+
+    @property
+    def fills_tables(self) -> bool:
+        """Return whether tables begin from the seed and files of vectors; else a checkpoint has all of their rows."""
+        parts = self.checkpoint
+        has_all = parts.restore is not None and Component.tables in parts.components
+        return self.mode is Mode.train or not has_all or parts.grow
 
     @property
     def effective_optimizer(self) -> OptimizerConfig:

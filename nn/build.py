@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -339,6 +339,9 @@ def build_step(
         else None,
     )
     declared, multi_hot = _declared_tables(config, source), build_multi_hot(config, source)
+    if not config.fills_tables:
+        # No file of vectors is read, which may be gone.
+        declared = [replace(table, init_fn=None) for table in declared]
     tables = ShardedTables(declared, source.spec, plan, ranks, settings, multi_hot)
     with ExitStack() as undo:
         # A process may end without Python's finalizers, and tables on disk have files.

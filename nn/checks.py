@@ -42,7 +42,8 @@ def open_checked(config: Config) -> Source:
     source = open_source(config)
     check_model(config.model, source.spec)
     check_optimizers(config)
-    check_pretrained(declared_tables(config.model, source.spec), config.effective_optimizer)
+    if config.fills_tables:
+        check_pretrained(declared_tables(config.model, source.spec), config.effective_optimizer)
     check_fp8(config, source.spec)
     check_chunks(config)
     _measure_rare_labels(config, source)

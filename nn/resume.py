@@ -33,6 +33,7 @@ from nn.checkpoint.directory import (
     read_facts,
     step_of,
 )
+from nn.checkpoint.other_tables import check_other_tables
 from nn.checkpoint.run_facts import check_resumable
 from nn.checkpoint.state import Trained, check, facts_of, restore
 from nn.checkpoint.tensor_index import read_index
@@ -178,6 +179,7 @@ def load(config: Config, start: ResumePoint, step: Trained, logger: Logger) -> N
             components=tuple(Component) if start.is_continuation else parts.components,
             grow=start.day.is_new if start.is_continuation else parts.grow,
             is_own=start.is_continuation,
+            others=None if start.is_continuation else parts.restore_tables,
         )
     except ValueError as error:
         raise SharedError(str(error)) from error
@@ -271,16 +273,18 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
                 "another run_dir, or none, for the results"
             )
         return ResumePoint(day=day)
-    path = local_path(parts.restore)
+    path, declared = local_path(parts.restore), declared_tables(config.model, source.spec)
     facts = check(
         path,
         model_spec(config, source),
-        table_of_feature(declared_tables(config.model, source.spec)),
+        table_of_feature(declared),
         components=parts.components,
         grow=parts.grow,
         allow_changes=parts.allow_changes,
         multi_hot=config.data.multi_hot,
     )
+    is_resumed = is_training and parts.takes_optimizer
+    check_other_tables(parts, declared, source.spec, is_resumed=is_resumed)
     if is_training and not parts.takes_optimizer:
         facts = {"num_steps": 0}
     trained = Day.of_facts(facts)

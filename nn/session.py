@@ -417,6 +417,8 @@ def _header_facts(
         steps = "" if starts_at_zero else f", {start.num_steps:,} steps"
         parts = ", ".join(part.name for part in config.checkpoint.parts)
         begins = "; training starts at step 0" * starts_at_zero
+        others = config.checkpoint.restore_tables.items()
+        parts += "".join(f"; {table} of {path}" for table, path in others)
         facts["restored"] = f"{start.path}{steps}, {parts}{begins}"
     if train.ema_decay is not None:
         facts["average"] = (

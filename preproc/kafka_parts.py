@@ -4,19 +4,19 @@ A part tells in its spec where the next one begins. So the newest part says wher
 was killed: no message is lost, and none comes twice.
 """
 
-import os
 import shutil
 import time
 from contextlib import closing
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from configs.console import command_console
-from configs.messages import require_package, shown
-from configs.preproc_schema import PreprocConfig, topic_of
+from configs.messages import printable, require_package, shortened, shown
+from configs.preproc_schema import OnBad, PreprocConfig, topic_of
 from configs.table_schema import TableConfig
 from dataloading.dataset.dataset_directory import write_spec
 from dataloading.dataset.documents import read_yaml
@@ -34,6 +34,14 @@ NEXT = ".next"
 """Directory below the output of the part that is being made, which a killed start leaves."""
 ANSWER_S = 30.0
 MOST_AT_ONCE = 10_000
+NO_BREAKS = bytes.maketrans(b"\r\n", b"  ")
+ARE_OBJECTS = """
+SELECT coalesce(json_type(json_) = 'OBJECT' AND len(json_keys(json_)) = len(list_distinct(json_keys(json_))), false)
+FROM (SELECT try_cast(try(decode(line_)) AS JSON) AS json_ FROM (SELECT unnest(?::BLOB[]) AS line_))
+"""
+"""Whether the reader of tables takes a line: none with a name twice, which JSON allows."""
+Lines = tuple[list[bytes], list[str]]
+"""JSON objects, and where the messages are that are none."""
 
 
 def follow_topic(config: PreprocConfig) -> None:
@@ -52,17 +60,28 @@ def follow_topic(config: PreprocConfig) -> None:
         if parts:
             number = int(parts[-1].name[-12:])
             begins = FeatureSpec.load(parts[-1], measure=False).metadata.get(OFFSETS, begins)
+            if not (isinstance(begins, dict) and begins) or not all(
+                type(p) is str and p.isdecimal() and type(at) is int and at >= 0
+                for p, at in begins.items()
+            ):
+                raise ValueError(
+                    f"{parts[-1] / SPEC_NAME}: metadata.{OFFSETS} is {shown(begins)}, want the next offset of each partition, as "
+                    "{'0': 12}; restore the file, or name a new output"
+                )
         with closing(_consumer(config, servers, topic, begins)) as consumer:
             while messages := _collected(consumer, config):
                 begins |= {str(m.partition()): (m.offset() or 0) + 1 for m in messages}
                 path = output / f"{topic}-{number + 1:012}"
+                lines = _lines_of(config, messages)
+                told = f"{len(messages):,} messages"
+                told += f", {len(lines[1]):,} of them no JSON object" if lines[1] else ""
                 try:
-                    rows = _write_part(config, path, messages, begins)
+                    rows = _write_part(config, path, lines, begins)
                 except NoRowsError:
-                    progress.say(f"no part of {len(messages):,} messages, none of them a row")
+                    progress.say(f"no part of {told}, none of them a row")
                     continue
                 number += 1
-                progress.say(f"{path}: {rows:,} rows of {len(messages):,} messages")
+                progress.say(f"{path}: {rows:,} rows of {told}")
 
 
 def _consumer(
@@ -115,28 +134,50 @@ def _collected(consumer: "Consumer", config: PreprocConfig) -> "list[Message]":
     return messages
 
 
-def _write_part(
-    config: PreprocConfig, path: Path, messages: "list[Message]", begins: dict[str, Any]
-) -> int:
+def _lines_of(config: PreprocConfig, messages: "list[Message]") -> Lines:
+    """Return the lines of messages; ValueError if one is no JSON object, under `on_bad=fail`."""
+    import duckdb
+
+    # In JSON a line break stands between values only. A message without a value deletes a key, and is no row.
+    lines = {
+        f"partition {message.partition()}, offset {message.offset()}": value.translate(NO_BREAKS)
+        for message in messages
+        if (value := message.value())
+    }
+    found = [row[0] for row in duckdb.execute(ARE_OBJECTS, [[*lines.values()]]).fetchall()]
+    others = [
+        f"{where}: no JSON object: {shortened(printable(line.decode(errors='replace')), 80)}"
+        for (where, line), is_object in zip(lines.items(), found, strict=True)
+        if not is_object
+    ]
+    if others and config.on_bad is OnBad.fail:
+        raise ValueError(
+            f"{config.source}, {others[0]}; correct what sends them, and set on_bad=skip to leave them out"
+        )
+    return [*compress(lines.values(), found)], others
+
+
+def _write_part(config: PreprocConfig, path: Path, lines: Lines, begins: dict[str, Any]) -> int:
     """Write the part of some messages, whole with the next offsets or not at all; return its rows. NoRowsError: none is one."""
     work = path.parent / NEXT
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
-    lines, part = str(work / "messages.jsonl"), work / path.name
-    with open(lines, "wb") as stream:
-        for message in messages:
-            # In JSON a line break stands between values only. A message without a value deletes a key, and is no row.
-            if value := message.value():
-                stream.write(value.replace(b"\n", b" ").replace(b"\r", b" ") + b"\n")
-    if not os.path.getsize(lines):
+    source, part = str(work / "messages.jsonl"), work / path.name
+    objects, others = lines
+    with open(source, "wb") as stream:
+        stream.writelines(line + b"\n" for line in objects)
+    if not objects:
         raise NoRowsError("the messages have no values")
     table = TableConfig.of(config.table)
     sources = {
-        name: replace(source, files=lines) if source.files == config.source else source
-        for name, source in table.sources.items()
+        name: replace(of, files=source) if of.files == config.source else of
+        for name, of in table.sources.items()
     }
-    of_part = replace(config, source=lines, output=str(part), plot=False)
+    of_part = replace(config, source=source, output=str(part), plot=False)
     build_table(of_part, replace(table, sources=sources), Progress(Console(quiet=True)))
+    if config.on_bad is OnBad.quarantine:
+        with (part / "bad_rows.tsv").open("a", encoding="utf-8") as stream:
+            stream.writelines(f"{other}\n" for other in others)
     spec = FeatureSpec.load(part)
     write_spec(replace(spec, metadata=spec.metadata | {OFFSETS: begins}), part)
     put_in_place(part, path)

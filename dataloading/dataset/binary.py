@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
+from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.sequences import MOMENT_DTYPE, SequenceGroup, row_of
 from dataloading.dataset.source import BatchTarget, Columns, Keys, TimedSource
 from dataloading.dataset.split_files import OFFSET_DTYPE, SplitFiles, mapped
@@ -91,8 +91,6 @@ class BinarySource(TimedSource):
             selection, lengths = ragged.get(name, (rows, NO_LENGTHS))
             if feature.hotness is None:
                 out.lengths[index][: rows.num_rows] = lengths  # type: ignore[index]
-            if feature.is_dynamic:
-                continue
             ids = (
                 out.ids[index]
                 if feature.hotness in (1, None)
@@ -107,11 +105,10 @@ class BinarySource(TimedSource):
                         if feature.hotness
                         else row_of(lengths, position)
                     )
-                    raise ValueError(
-                        f"feature '{name}': id {piece.flat[at]} at row {rows.row_at(row)} of {files.ids[name]} lies "
-                        f"outside its table of {feature.cardinality} rows; correct the file, or the cardinality in {SPEC_NAME}"
-                    )
-                ids[span] = piece
+                    where = f"row {rows.row_at(row)} of {files.ids[name]}"
+                    raise ValueError(feature.wrong_text(piece.flat[at], where))
+                if not feature.is_dynamic:
+                    ids[span] = piece
 
     def _read_events(
         self, split: str, rows: Selection, ragged: Mapping[str, Ragged], out: Columns

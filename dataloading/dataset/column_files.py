@@ -96,7 +96,7 @@ def checked_ids(
     lengths: np.ndarray | None,
     where: Callable[[int], str],
 ) -> np.ndarray:
-    """Return ids as they are stored; ValueError if they are no integers, or one lies outside its table.
+    """Return ids as they are stored; ValueError if they are no integers, one lies outside its table, or a key is none.
 
     `lengths`: ids per row of a ragged feature. `where`: of a row, for messages.
     """
@@ -104,13 +104,10 @@ def checked_ids(
         raise ValueError(
             f"feature '{feature.name}': got ids of dtype {values.dtype}, want integers"
         )
-    if not feature.is_dynamic and feature.has_wrong(values):
+    if feature.has_wrong(values):
         at = int(feature.wrong(values).argmax())
         row = at // (feature.hotness or 1) if lengths is None else row_of(lengths, at)
-        raise ValueError(
-            f"feature '{feature.name}': id {values.flat[at]} at {where(row)} lies outside its table of "
-            f"{feature.cardinality} rows"
-        )
+        raise ValueError(feature.wrong_text(values.flat[at], where(row)))
     return values.astype(feature.dtype.newbyteorder("<"), casting="unsafe")
 
 

@@ -97,18 +97,29 @@ class CategoricalFeature:
         expect(named, f"{where}.table", self.table, "the name of a table")
 
     def has_wrong(self, ids: np.ndarray) -> bool:
-        """Return whether any of the ids, which are no keys, lies outside the table; takes one maximum."""
+        """Return whether any of the ids lies outside the table, or of the keys is none; takes one maximum."""
+        if self.is_dynamic:
+            ids = ids.astype(np.int64, copy=False)
         return int(ids.view(f"u{ids.itemsize}").max(initial=0)) >= self._least_wrong(ids.dtype)
 
     def wrong(self, ids: np.ndarray) -> np.ndarray:
         """Return which integers of any width lie outside the table, or are no keys."""
         if self.is_dynamic:
-            return ids == NO_KEY
+            return ids.astype(np.int64, copy=False) == NO_KEY
         return ids.view(f"u{ids.itemsize}") >= self._least_wrong(ids.dtype)
 
     def _least_wrong(self, dtype: np.dtype) -> int:
         """Return the least wrong id, viewed as unsigned: negative ones are then larger than all others of their width."""
+        if self.is_dynamic:
+            return NO_KEY % 2**64
         return min(self.cardinality, np.iinfo(dtype).max + 1)
+
+    def wrong_text(self, value: int, where: str) -> str:
+        """Return the message about a wrong id or key."""
+        wrong = "stands for no value; write 0 for a missing one, else another number"
+        if not self.is_dynamic:
+            wrong = f"lies outside its table of {self.cardinality} rows; correct it, or the cardinality in {SPEC_NAME}"
+        return f"feature '{self.name}': {'key' if self.is_dynamic else 'id'} {value} at {where} {wrong}"
 
     @classmethod
     def of(

@@ -184,17 +184,14 @@ class Where:
             ids, offsets = self.whole(table, feature.name).to_numpy(), None
         else:
             ids, offsets = self._lists(table, feature)
-        if not feature.is_dynamic and feature.has_wrong(ids):
+        if feature.has_wrong(ids):
             at = int(feature.wrong(ids).argmax())
             row = (
                 at // (feature.hotness or 1)
                 if offsets is None
                 else int(offsets.searchsorted(at, "right")) - 1
             )
-            raise ValueError(
-                f"feature '{feature.name}': id {ids[at]} at {self.row(row)} lies outside its table of "
-                f"{feature.cardinality} rows; correct the file, or the cardinality in {SPEC_NAME}"
-            )
+            raise ValueError(feature.wrong_text(ids[at], self.row(row)))
         return ids, offsets
 
     def events(

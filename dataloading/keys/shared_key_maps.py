@@ -29,8 +29,11 @@ class SharedKeyMaps(KeyMaps):
 
     def connect(self, offer: Any) -> None:
         (name, secret), self._shapes = offer
-        self._link = Client(name, authkey=secret)
-        self._shared = SharedCells(recv_handle(self._link))
+        try:
+            self._link = Client(name, authkey=secret)
+            self._shared = SharedCells(recv_handle(self._link))
+        except (EOFError, ConnectionError):
+            raise RuntimeError(LOST) from None
         self._mapper.drawn = np.uint64(self._shared.head[1])
         self._place(self._shared.cells)
 

@@ -39,6 +39,7 @@ from nn.checkpoint.directory import (
     unfinished,
     wait_for,
 )
+from nn.checkpoint.other_tables import with_other_tables
 from nn.checkpoint.tensor_files import read_tensors, write_tensors
 from nn.checkpoint.tensor_index import REMEDY, TRAINER_ROWS, TRAINER_WEIGHTS, read_index
 from nn.checkpoint.tf2 import find_tf2_tables, tf2_index
@@ -164,14 +165,18 @@ def restore(
     components: Collection[Component] = tuple(Component),
     grow: bool = False,
     is_own: bool = False,
+    others: Mapping[str, str] | None = None,
 ) -> str | None:
     """Load a checkpoint, or one of the TF2 recipe, into a step, in place; call `check` first.
 
-    With `grow` additional rows of tables keep their weights, without optimizer state. Returns what the user should know about the
+    With `grow` additional rows of tables keep their weights, without optimizer state. `others`: checkpoints of single tables, by
+    table, which take the place of those in `path` (`check_other_tables`). Returns what the user should know about the
     dense component's average and layers (`match_options`), or None. Raises ValueError, on all ranks: the tensors are not those of
     this model or cannot be read.
     """
     named = str(path) if is_own else f"checkpoint.restore={path}"
+    if others:
+        named += f" with checkpoint.restore_tables={others}"
     tf2 = find_tf2_tables(path)
     if tf2 is None:
         # Rank 0 of another host may have renamed it a moment ago.
@@ -179,7 +184,7 @@ def restore(
     stored_tensors = (tf2_index(tf2, step.table_names) if tf2 else read_index(path)).tensors
     tensors = {
         name: tensor
-        for name, tensor in stored_tensors.items()
+        for name, tensor in with_other_tables(stored_tensors, others or {}).items()
         if (component := component_of(name)) in components
         and (is_weight(name) or (with_optimizer and component not in step.frozen))
     }

@@ -4,15 +4,25 @@ Replicated tables (`data_parallel`), and on CPUs all others, are updated here. T
 including the position of eps, so that the plan does not change the result.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from configs.schema import OptimizerConfig
 from nn.embedding.local_tables import LocalTable
-from nn.embedding.optimizer import Group, States, Tensors, table_rule, update_settings
+from nn.embedding.optimizer import (
+    Group,
+    States,
+    TableRule,
+    Tensors,
+    table_rule,
+    update_settings,
+)
+from nn.ops.addresses import are_adjacent, joined
 from nn.ops.stochastic_rounding import random_bits, round_stochastically
 
 
@@ -25,7 +35,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     The state is allocated in the constructor, so that a checkpoint can be loaded before the first step. It has the fields of
     the `TableRule` and, if the optimizer uses the step, `iter` [], the number of updates. It is float32 for every dtype of
-    the table.
+    the table; load it by copying into it. Tables of one width that are adjacent in memory are updated as one.
 
     `params`: the tables, or parameter groups of them. `config`: options; those of tables are used.
     """
@@ -34,9 +44,11 @@ class TableOptimizer(torch.optim.Optimizer):
         super().__init__(params, update_settings(config))
         self._rule = table_rule(config.table_name)
         self._l2 = config.embedding_l2
-        for group in self.param_groups:
-            for table in group["params"]:
-                self.state[table].update(self._rule.new_state(table))
+        self._joined = [_joined(group["params"], self._rule) for group in self.param_groups]
+        for tables in self._joined:
+            for some in tables:
+                for table, state in some.state_of_each():
+                    self.state[table] = state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -45,23 +57,25 @@ class TableOptimizer(torch.optim.Optimizer):
             "a closure would evaluate the model again, which no optimizer here needs"
         )
         update = self._rule.update if self._rule.leaves_untouched_rows else self._update_touched
-        for group in self.param_groups:
-            tables = [table for table in group["params"] if table.grad is not None]
-            if tables:
-                gradients = [table.grad for table in tables]
+        for group, of_group in zip(self.param_groups, self._joined, strict=True):
+            found = [some for some in of_group if some.has_gradient]
+            if found:
+                tables = [some.weight for some in found]
+                gradients = [some.gradient() for some in found]
                 if self._l2:
                     for table, gradient in zip(tables, gradients, strict=True):
                         touched = gradient.ne(0).any(dim=1, keepdim=True)
                         gradient.add_(torch.where(touched, table, 0), alpha=self._l2)
-                update(tables, gradients, [self.state[table] for table in tables], group)
+                update(tables, gradients, [some.state for some in found], group)
 
     def prepare(self, step: int, lr: float) -> None:
         """Set learning rate and step count of the next update."""
         for group in self.param_groups:
             group["lr"] = lr
         if self._rule.uses_step:
-            for state in self.state.values():
-                state["iter"].fill_(step)
+            for tables in self._joined:
+                for some in tables:
+                    some.state["iter"].fill_(step)
 
     def _update_touched(
         self, tables: Tensors, gradients: Tensors, states: States, group: Group
@@ -78,6 +92,47 @@ class TableOptimizer(torch.optim.Optimizer):
             for tensor, old in zip(tensors, old_tensors, strict=True):
                 rows = untouched.view(-1, *[1] * (tensor.dim() - 1))
                 tensor.copy_(torch.where(rows, old, tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Adjacent tables of one width as one, `weight` [rows of all, columns], with the state of all."""
+
+    tables: list[nn.Parameter]
+    weight: Tensor
+    state: dict[str, Tensor]
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(table.grad is not None for table in self.tables)
+
+    def gradient(self) -> Tensor:
+        """Return the gradient of all, zeros for a table without: a view where those of the tables are adjacent too."""
+        found = [torch.zeros_like(of) if of.grad is None else of.grad for of in self.tables]
+        if len(found) == 1:
+            return found[0]
+        if all(are_adjacent(*two) for two in pairwise(found)):
+            return joined(found[0], len(self.weight))
+        return torch.cat(found)
+
+    def state_of_each(self) -> Iterator[tuple[nn.Parameter, dict[str, Tensor]]]:
+        """Yield each table with views of its state."""
+        end = 0
+        for table in self.tables:
+            first, end = end, end + len(table)
+            # `iter` is that of all.
+            yield table, {n: of[first:end] if of.dim() else of for n, of in self.state.items()}
+
+
+def _joined(tables: Sequence[nn.Parameter], rule: TableRule) -> list[_Joined]:
+    runs: list[list[nn.Parameter]] = []
+    for table in tables:
+        if runs and runs[-1][-1].shape[1] == table.shape[1] and are_adjacent(runs[-1][-1], table):
+            runs[-1].append(table)
+        else:
+            runs.append([table])
+    weights = [joined(run[0].detach(), sum(map(len, run))) for run in runs]
+    return [_Joined(*each, rule.new_state(each[1])) for each in zip(runs, weights, strict=True)]
 
 
 @torch.no_grad()

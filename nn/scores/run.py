@@ -179,6 +179,7 @@ def _facts(config: Config, start: ResumePoint) -> dict[str, Any]:
     options = plain_values(config)
     return {
         "checkpoint": {name: start.facts.get(name) for name in ("num_steps", "index_crc32")},
+        "tables": options["checkpoint"]["restore_tables"],
         "model": options["model"],
         "tasks": options["tasks"],
         "seed": config.seed,

@@ -105,7 +105,7 @@ class TrainingPath(RankingModel):
     ) -> None:
         small = [replace(table, num_embeddings=len(numbers[table.name])) for table in tables]
         handed_out = [table.name for table in tables if hands_out_rows(table, spec)]
-        super().__init__(small, dense, handed_out=handed_out, sequences=spec.sequences)
+        super().__init__(small, dense, None, handed_out, spec.sequences)
         self.load_state_dict(
             {f"tables.{name}": values for name, values in rows.items()}, strict=False
         )

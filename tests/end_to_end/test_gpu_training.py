@@ -51,7 +51,7 @@ def test_many_gpus_train_as_one(one_gpu, world_size, amp):
 
 
 def test_two_processes_train_as_one():
-    """Compare without a GPU what the tests of GPUs compare."""
+    """The comparison of many GPUs with one also works where there is none."""
     cases = [[*case(*parts), SEED] for parts in CASES]
     one, two = (
         run_distributed(losses_and_changes_of_cases, ranks, cases, NUM_STEPS)[0] for ranks in (1, 2)

@@ -16,9 +16,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import CategoricalFeature
 from nn.checkpoint.directory import list_checkpoints, step_of
 from nn.checkpoint.tensor_index import read_index
 from tests.helpers.composed import TINY
@@ -404,10 +407,37 @@ def same_tensors(run: Path, other: Path) -> None:
         assert stored[name].array().tobytes() == tensor.array().tobytes(), name
 
 
-@pytest.mark.parametrize("group_size", [4, 2])
-def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_node(submit, tmp_path, group_size):
-    """With all ranks in one group, and with a group a node."""
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory) -> Path:
+    """A dataset of users with raw keys, of whom over 1,500 come and go and 799 have a row, and few items."""
+    drawn, num_rows = np.random.default_rng(0), 64 * STEPS_PER_EPOCH
+    users, root = CategoricalFeature.of_keys("cat_0", 800), tmp_path_factory.mktemp("data") / "keys"
+    with write_dataset(
+        root,
+        categorical=[users, CategoricalFeature.of("cat_4", 40)],
+        numerical=("n",),
+    ) as dataset:
+        for split in ("train", "test"):
+            at = 2 * np.arange(num_rows) + drawn.integers(0, 400, num_rows)
+            dataset[split].append(
+                numerical=drawn.normal(size=(num_rows, 1)),
+                labels=drawn.random(num_rows) < 0.4,
+                ids={"cat_0": at * 0x9E3779B97F4A7C1 - 2**61, "cat_4": at % 40},
+            )
+    return root
+
+
+@pytest.mark.parametrize(
+    ("group_size", "has_keys"),
+    [(4, False), (2, False), (4, True), (2, True)],
+    ids=["one group", "a group a node", "keys, one group", "keys, a group a node"],
+)
+def test_two_nodes_of_two_ranks_end_with_the_bits_of_one_node(
+    submit, tmp_path, keys, group_size, has_keys
+):
+    """With all ranks in one group, and with a group a node; raw keys are mapped once a node."""
     options = [*OPTIONS, f"sharding.group_size={group_size}", "sharding.tables={cat_4: row_wise}"]
+    options += [f"data.path={keys}"] if has_keys else []
     job = submit("dlrm.py", *options, f"run_dir={tmp_path}/nodes", RANKS_PER_NODE="2")
     assert job.end() == ("COMPLETED", "0:0", "0"), job.log()
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "dlrm.py")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -51,28 +52,31 @@ OPTIONS = [
 ]
 
 
-def table_of(path: Path) -> dict:
+def table_of(path: Path, **user_feature: object) -> dict:
     return {
         "sources": {"t": {"files": str(path)}},
         "label": {"name": "y"},
         "numerical": ["x"],
-        "categorical": [{"name": "user_id", "expression": '"user"'}, "item"],
+        "categorical": [{"name": "user_id", "expression": '"user"'} | user_feature, "item"],
     }
 
 
 @pytest.fixture(scope="module")
 def days(tmp_path_factory) -> list[Path]:
-    """Preprocess three days on which users and items come and go."""
-    root = tmp_path_factory.mktemp("days")
+    return write_days(tmp_path_factory.mktemp("days"), DAYS)
+
+
+def write_days(root: Path, num_days: int, **user_feature: object) -> list[Path]:
+    """Preprocess days on which users and items come and go."""
     made: list[Path] = []
-    for day in range(DAYS):
+    for day in range(num_days):
         draw = random.Random(day)
         lines = ["y,x,user,item"]
         for _ in range(ROWS):
             user, item = draw.randint(5 * day, 5 * day + 20), draw.randint(3 * day, 3 * day + 30)
             lines.append(f"{int(draw.random() < user % 4 / 4)},{draw.random()},u{user},i{item}")
         (root / f"{day}.csv").write_text("\n".join(lines) + "\n")
-        table = table_of(root / f"{day}.csv")
+        table = table_of(root / f"{day}.csv", **user_feature)
         extend = ["mode=extend", f"fitted={made[-1]}"] if made else ["rare_counts=true"]
         limit = ["frequency_limit=2"] if not made else []
         made.append(root / f"day_{day}")
@@ -130,6 +134,35 @@ def test_days_on_other_numbers_of_ranks(days, uninterrupted, tmp_path):
     assert differences(whole, killed) == []
     for got, wanted in zip(records(whole), records(uninterrupted), strict=True):
         assert numbers(got) == pytest.approx(numbers(wanted), rel=1e-3, abs=1e-3, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    ["sharding.types=[row_wise]", pytest.param("sharding.group_size=1", marks=pytest.mark.doors)],
+    ids=["row-wise", "groups"],
+)
+def test_raw_keys_go_on_over_days_on_two_ranks_as_in_one_process(tmp_path, sharding):
+    """Rows have the keys of one process, and its weights but for the order of sums; a kill changes nothing."""
+    days = write_days(tmp_path, 2, vocabulary="dynamic", capacity=20)
+    one, two, killed = (tmp_path / name for name in ("one", "two", "killed"))
+    for data in days:
+        train(data, one, None)
+        run_distributed(train, 2, data, two, None, sharding)
+    run_distributed(train, 2, days[0], killed, None, sharding)
+    for kill_at in (27, None):
+        run_distributed(train, 2, days[1], killed, kill_at, sharding)
+    assert differences(two, killed) == []
+    last = f"checkpoints/step_{2 * STEPS_PER_DAY}"
+    wanted, found = (read_index(run_dir / last).tensors for run_dir in (one, two))
+    assert wanted.keys() == found.keys()
+    for name, tensor in wanted.items():
+        tolerance = 0 if name.startswith("keys.") else 1e-4
+        np.testing.assert_allclose(
+            found[name].array(), tensor.array(), rtol=tolerance, atol=tolerance, err_msg=name
+        )
+    day = [record for record in records(two) if record.get("day") and "keys_new" in record]
+    assert sum(record["keys_new"] for record in day) > 0
+    assert sum(record["keys_evicted"] for record in day) > 0
 
 
 def numbers(record: dict) -> dict[str, float]:

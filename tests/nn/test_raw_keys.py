@@ -360,6 +360,25 @@ def test_a_resumed_run_has_the_same_map_on_any_number_of_ranks(data, whole, tmp_
             np.testing.assert_array_equal(own, np.concatenate([*tensor.blocks()]), err_msg=name)
 
 
+def test_a_table_of_another_checkpoint_brings_its_keys(data, whole, tmp_path):
+    last, before = (whole / f"checkpoints/step_{step}" for step in (STEPS, 10))
+    options = [f"checkpoint.restore={before}", f"checkpoint.restore_tables={{user: {last}}}"]
+    resumed = run_command(
+        *KEYED, f"data.path={data / 'keys'}", *options, f"run_dir={tmp_path / 'r'}"
+    )
+    assert resumed.exit_code == 2
+    assert (
+        "has raw keys, which count the steps of their own run; set checkpoint.parts" in resumed.err
+    )
+    options += ["checkpoint.parts=[dense,tables]", "train.freeze=[tables]"]
+    trained(data, tmp_path / "run", 1, *options)
+    found = read_index(tmp_path / "run/checkpoints/step_1").tensors
+    wanted, other = (read_index(path).tensors for path in (last, before))
+    for name in ("keys.user.keys", "tables.user.weight"):
+        np.testing.assert_array_equal(found[name].array(), wanted[name].array())
+        assert (found[name].array() != other[name].array()).any()
+
+
 def test_records_count_the_keys_that_come_and_go(data, whole):
     found = [record for record in records(whole) if "keys_new" in record]
     new_rows = torch.load(data / "new_rows.pt", weights_only=False)
@@ -391,6 +410,34 @@ def test_what_cannot_be_is_refused_in_one_line(data, tmp_path, option, message):
     assert ended.exit_code == 2
     assert message in ended.err
     assert ended.err.strip().count("\n") == 0
+
+
+@pytest.mark.parametrize("form", ["binary", "parquet"])
+def test_the_key_of_padding_is_refused_in_one_line(tmp_path, form):
+    keys = CategoricalFeature.of_keys("user", CAPACITY)
+    with write_dataset(
+        tmp_path / "keys", categorical=[keys], numerical=["n"], file_format=form
+    ) as dataset:
+        for split, rows in ROWS.items():
+            at = np.arange(rows)
+            dataset[split].append(labels=at % 2, ids={"user": at}, numerical=np.zeros((rows, 1)))
+    if form == "binary":
+        path = tmp_path / "keys/train/user.bin"
+        path.write_bytes(path.read_bytes()[:-8] + b"\xff" * 8)
+    else:
+        (path,) = (tmp_path / "keys/train").glob("*.parquet")
+        table = pq.read_table(path)
+        users = pa.array([*table["user"].to_pylist()[:-1], -1])
+        at = table.column_names.index("user")
+        pq.write_table(table.set_column(at, table.field("user"), users), path)
+    options = [*KEYED, f"data.path={tmp_path / 'keys'}", f"run_dir={tmp_path / 'run'}"]
+    ended = run_command(*options)
+    assert ended.exit_code == 2
+    last = ROWS["train"] - 1
+    assert ended.err.strip() == (
+        f"error: feature 'user': key -1 at row {last} of {path} stands for no value; write 0 for a missing one, else "
+        "another number"
+    )
 
 
 def test_a_model_is_not_scored_with_the_ids_of_another_seed(data, tmp_path):
@@ -652,6 +699,21 @@ def test_a_killed_mapper_ends_all_ranks_with_a_line_and_the_run_resumes_to_its_b
         codes, output = start_ranks(name)
         assert codes == [0, 0], output
     assert differences(tmp_path / "whole", tmp_path / "killed") == []
+
+
+def kill_rank_0_before_it_connects(rank: int) -> None:
+    if rank == 0:
+        KeyMaps.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_mapper_that_is_killed_before_ranks_connect_ends_them_with_a_line(data, tmp_path):
+    options = [*KEYED, f"data.path={data / 'keys'}", f"run_dir={tmp_path / 'run'}"]
+    ranks = start(options, 2, tmp_path / "log", prepare=kill_rank_0_before_it_connects)
+    assert ranks.wait(120) == [-signal.SIGKILL, 1]
+    output = ranks.log.read_text()
+    (line,) = [line for line in output.splitlines() if line.startswith("error")]
+    assert line.startswith("error: rank 1 stopped because another rank has exited")
+    assert "Traceback" not in output
 
 
 @pytest.fixture

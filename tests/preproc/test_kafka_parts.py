@@ -5,6 +5,7 @@ The broker is the one that librdkafka has for tests: it answers Kafka's protocol
 
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -153,7 +154,50 @@ def test_a_message_that_is_gone_or_no_row_ends_the_command(topic):
     assert [*map(len, topic.rows())] == [10]
 
 
-@pytest.mark.parametrize("value", [None, b'{"click": 2, "user": "a", "number": 1}'])
+BROKEN = [b"{", b'{"click": 1} {}', b"[1]", b" ", b'{"user": "\xff"}', b'{"user": 1, "user": 2}']
+
+
+def test_messages_that_are_no_objects_are_counted_and_left_out_or_end_the_command(topic):
+    topic.send(range(3))
+    for value in BROKEN:
+        topic.producer.produce("clicks", value, partition=0)
+    topic.send(range(3, 6))
+    ended = topic.follow_to_the_end()
+    assert ended.exit_code == 2
+    told = " ".join(ended.out.split())
+    assert told.count("error: ") == 1
+    assert "partition 0, offset 3: no JSON object: {; correct what sends them, and set" in told
+    assert not [*topic.parts.glob("clicks-*")]
+    ended = topic.follow_to_the_end("on_bad=quarantine")
+    assert ended.exit_code == 0
+    assert "6 rows of 12 messages, 6 of them no JSON object" in " ".join(ended.out.split())
+    (bad,) = topic.parts.glob("clicks-*/bad_rows.tsv")
+    wanted = ["{", '{"click": 1} {}', "[1]", " ", '{"user": "\ufffd"}', '{"user": 1, "user": 2}']
+    assert bad.read_text().splitlines() == [
+        f"partition 0, offset {3 + at}: no JSON object: {text}" for at, text in enumerate(wanted)
+    ]
+    for value in BROKEN:
+        topic.producer.produce("clicks", value, partition=0)
+    assert topic.follow_to_the_end("on_bad=skip").exit_code == 0
+    assert [*map(list, topic.rows())] == [[0, 1, 2, 3, 4, 5]]
+
+
+def test_offsets_that_are_none_end_the_command_with_one_line(topic):
+    topic.send(range(3))
+    assert topic.follow_to_the_end().exit_code == 0
+    spec = topic.parts / "clicks-000000000001" / "feature_spec.yaml"
+    written = spec.read_text()
+    (line,) = re.findall(r"  offsets:\n    '0': 3\n", written)
+    for offsets in ("{0: 3}", "{'0': x}", "{'0': -1}", "3", "null", ""):
+        spec.write_text(written.replace(line, f"  offsets: {offsets}\n" if offsets else ""))
+        ended = topic.follow_to_the_end()
+        assert ended.exit_code == 2
+        told = " ".join(ended.out.split())
+        assert "want the next offset of each partition, as {'0': 12}; restore the file" in told
+        assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("value", [None, b'{"click": 2, "user": "a", "number": 1}', b"{"])
 def test_messages_of_which_none_is_a_row_make_no_part(topic, value):
     for _ in range(100):  # as many as a part has
         topic.producer.produce("clicks", value, key=b"u1", partition=0)

@@ -14,7 +14,7 @@ import yaml
 from dataloading.dataset.binary import BinarySource
 from dataloading.dataset.dataset_directory import check_output, verify_checksums, write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
-from dataloading.dataset.source import BatchTarget
+from dataloading.dataset.source import BatchTarget, read_with_keys
 from dataloading.dataset.split_files import Lengths
 from tests.helpers.handwritten import ROWS, SPEC, ids, label, numericals, write_handwritten
 
@@ -233,9 +233,39 @@ def test_an_id_outside_its_table_is_named(tmp_path, value, pairs):
         source.read("train", runs_of(pairs))
     assert str(caught.value) == (
         f"feature 'cat_0.bin': id {value} at row 5 of {root}/train/cat_0.bin lies outside its table of 10 rows; "
-        "correct the file, or the cardinality in feature_spec.yaml"
+        "correct it, or the cardinality in feature_spec.yaml"
     )
     source.read("train", runs_of([[0, 5], [6, 7]]))
+
+
+@pytest.mark.parametrize("hotness", [1, 2, None])
+def test_the_key_that_stands_for_no_value_is_refused_by_writer_and_reader(tmp_path, hotness):
+    keys = np.array([[5, -2], [2**62, 0], [-(2**63), 2**63 - 1]])
+    keys = keys[:, 0] if hotness == 1 else keys.ravel() if hotness is None else keys
+    lengths = {"k": [2, 2, 2]} if hotness is None else None
+
+    def write(root, ids) -> None:
+        with write_dataset(
+            root, categorical=[CategoricalFeature.of_keys("k", 9, hotness)], splits=["train"]
+        ) as dataset:
+            dataset["train"].append(labels=[0, 1, 1], ids={"k": ids}, lengths=lengths)
+
+    wrong, at = keys.copy(), (1,) if hotness == 1 else (2,) if hotness is None else (1, 0)
+    wrong[at] = -1
+    message = r"^feature 'k': key -1 at row 1 of {} stands for no value; write 0 for a missing one"
+    with pytest.raises(ValueError, match=message.format("split 'train'")):
+        write(tmp_path / "d", wrong)
+    write(tmp_path / "d", keys)
+    source = BinarySource(FeatureSpec.load(tmp_path / "d"))
+    assert (
+        read_with_keys(source, "train", runs_of([[0, 3]])).ids[0].tolist() == keys.ravel().tolist()
+    )
+    path = tmp_path / "d/train/k.bin"
+    path.write_bytes(wrong.astype("<i8").tobytes())
+    source = BinarySource(FeatureSpec.load(tmp_path / "d"))
+    with pytest.raises(ValueError, match=message.format(path)):
+        source.read("train", runs_of([[0, 3]]))
+    source.read("train", runs_of([[0, 1], [2, 3]]))
 
 
 def test_an_id_too_wide_for_memory_is_caught_before_it_wraps(tmp_path):

@@ -1,6 +1,6 @@
 """The tables' optimizer in plain torch against FBGEMM's fused optimizers and torch's Adam."""
 
-from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 
 from configs.schema import OptimizerConfig, OptimizerName, table_optimizers
+from nn.embedding.optimizer import table_rule
 from nn.embedding.torch_optimizer import TableOptimizer
 
 ROWS, DIM, STEPS = 20, 8, 5
@@ -169,7 +170,44 @@ def test_a_restored_optimizer_resumes_bit_by_bit(name):
     table, optimizer = new(torch.ones(4, DIM))
     run(table, optimizer, gradients[:2])
     again, restored = new(table.detach())
-    restored.load_state_dict(deepcopy(optimizer.state_dict()))
+    for state, value in optimizer.state[table].items():
+        restored.state[again][state].copy_(value)
     run(table, optimizer, gradients[2:])
     run(again, restored, gradients[2:])
     assert torch.equal(table, again)
+
+
+@pytest.mark.parametrize("are_together", [True, False])
+@pytest.mark.parametrize("name", table_optimizers())
+def test_adjacent_tables_are_updated_as_one(name, are_together, monkeypatch):
+    """Their weights and state are those of tables that lie apart, also where gradients lie apart or are missing."""
+    sizes, config = [5, 1, 4, 3], table_config(name, 0.1)
+    config = replace(config, embedding_l2=0.01)
+    start = torch.randn(sum(sizes), DIM, generator=torch.Generator().manual_seed(1))
+    apart = [nn.Parameter(rows.clone()) for rows in start.split(sizes)]
+    adjacent = [nn.Parameter(rows) for rows in start.clone().split(sizes)]
+    optimizers = [TableOptimizer(tables, config) for tables in (apart, adjacent)]
+    counts = []
+    rule = table_rule(config.table_name)
+
+    def counting(tables, *others):
+        counts.append(len(tables))
+        rule.update(tables, *others)
+
+    monkeypatch.setattr(optimizers[1], "_rule", replace(rule, update=counting))
+    for step in range(3):
+        gradients = torch.randn(sum(sizes), DIM, generator=torch.Generator().manual_seed(step))
+        gradients[step] = 0
+        for tables, optimizer in zip((apart, adjacent), optimizers, strict=True):
+            own = gradients.clone()
+            for table, gradient in zip(tables, own.split(sizes), strict=True):
+                table.grad = gradient if are_together else gradient.clone()
+            if not are_together:
+                tables[2].grad = None
+            optimizer.prepare(step, 0.1)
+            optimizer.step()
+    assert counts == [1] * 3
+    for one, other in zip(apart, adjacent, strict=True):
+        assert torch.equal(one, other)
+        for state in rule.state_names:
+            assert torch.equal(optimizers[0].state[one][state], optimizers[1].state[other][state])

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -9,11 +10,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from configs.serving_schema import ModelExportConfig
 from nn.checks import open_checked
 from nn.embedding import pretrained
 from nn.embedding.optimizer import TableRule, table_rule
+from serving.exporting.run import export_model
+from serving.inference.model import ServedModel
+from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import summary
 from tests.nn.training.plain_training import resumes_bit_by_bit
 
 NAMES = "data.synthetic.names=[user,item,kind,page,tag]"
@@ -150,6 +156,37 @@ def test_the_table_is_the_file_and_stays_so(vectors, layout, optimizer):
 
 def test_a_run_resumes_bit_by_bit(vectors, tmp_path):
     assert resumes_bit_by_bit(tmp_path, options_of(vectors), 1)
+
+
+@pytest.mark.parametrize("memory", ["device", "disk"])
+def test_scores_and_exports_of_a_checkpoint_need_no_file(vectors, tmp_path, memory):
+    options = [*options_of(vectors), "log.loggers=[]"]
+    if memory == "disk":
+        options += [
+            f"sharding.disk_path={tmp_path}",
+            "sharding.tables={item: {tier: disk, cache: 1}}",
+        ]
+    ended = run_command(*options, "train.max_steps=4", f"run_dir={tmp_path / 'run'}")
+    assert ended.exit_code == 0, ended.err
+    step = tmp_path / "run/checkpoints/step_4"
+    scored = [*options, f"checkpoint.restore={step}"]
+
+    def scores(name: str) -> tuple[bytes, dict, dict]:
+        room = tmp_path / name
+        predict = ["mode=predict", f"output={room}.csv"]
+        for words in (["mode=eval", f"run_dir={room}"], predict):
+            ended = run_command(*scored, *words)
+            assert ended.exit_code == 0, ended.err
+        export_model(ModelExportConfig(checkpoint=str(step), output=f"{room}_served", rows=8))
+        served = ServedModel.load(Path(f"{room}_served"))
+        return Path(f"{room}.csv").read_bytes(), summary(room), served.manifest.files
+
+    wanted = scores("with")
+    vectors.unlink()
+    assert scores("without") == wanted
+    grown = run_command(*scored, "mode=eval", "checkpoint.grow=true", f"run_dir={tmp_path / 'g'}")
+    assert grown.exit_code == 2
+    assert "model.pretrained.item=" in grown.err
 
 
 @pytest.mark.parametrize(
