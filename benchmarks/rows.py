@@ -185,7 +185,7 @@ ROWS = {
     "dlrm_t15_2_weak_ragged": replace(RAGGED, world_size=2, overrides=WEAK_2),
     "dlrm_t15_2_rows": Row("dlrm", 2, *T15, overrides=ROW_WISE),
     "dlrm_t15_2_weak_rows": Row("dlrm", 2, *T15, overrides=(*ROW_WISE, *WEAK_2)),
-    # Distinct rows of whole tables instead of vectors, where they are fewer bytes; not measured yet.
+    # Distinct rows of whole tables instead of vectors, where they are fewer bytes.
     "dlrm_t15_2_least": Row("dlrm", 2, *T15, overrides=("sharding.exchange=least",)),
     "dlrm_t15_2_mixed": replace(
         RAGGED, world_size=2, ragged=1, overrides=("sharding.tables={cat_9: row_wise}",)

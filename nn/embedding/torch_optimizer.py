@@ -4,9 +4,8 @@ Replicated tables (`data_parallel`), and on CPUs all others, are updated here. T
 including the position of eps, so that the plan does not change the result.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from nn.embedding.optimizer import (
     table_rule,
     update_settings,
 )
-from nn.ops.addresses import are_adjacent, joined
+from nn.ops.addresses import join_adjacent
 from nn.ops.stochastic_rounding import random_bits, round_stochastically
 
 
@@ -109,11 +108,8 @@ class _Joined:
     def gradient(self) -> Tensor:
         """Return the gradient of all, zeros for a table without: a view where those of the tables are adjacent too."""
         found = [torch.zeros_like(of) if of.grad is None else of.grad for of in self.tables]
-        if len(found) == 1:
-            return found[0]
-        if all(are_adjacent(*two) for two in pairwise(found)):
-            return joined(found[0], len(self.weight))
-        return torch.cat(found)
+        one, *others = join_adjacent(found)
+        return torch.cat(found) if others else one
 
     def state_of_each(self) -> Iterator[tuple[nn.Parameter, dict[str, Tensor]]]:
         """Yield each table with views of its state."""
@@ -124,15 +120,14 @@ class _Joined:
             yield table, {n: of[first:end] if of.dim() else of for n, of in self.state.items()}
 
 
-def _joined(tables: Sequence[nn.Parameter], rule: TableRule) -> list[_Joined]:
-    runs: list[list[nn.Parameter]] = []
-    for table in tables:
-        if runs and runs[-1][-1].shape[1] == table.shape[1] and are_adjacent(runs[-1][-1], table):
-            runs[-1].append(table)
-        else:
-            runs.append([table])
-    weights = [joined(run[0].detach(), sum(map(len, run))) for run in runs]
-    return [_Joined(*each, rule.new_state(each[1])) for each in zip(runs, weights, strict=True)]
+def _joined(tables: Iterable[nn.Parameter], rule: TableRule) -> list[_Joined]:
+    found, left = [], list(tables)
+    for weight in join_adjacent(table.detach() for table in tables):
+        own: list[nn.Parameter] = []
+        while sum(map(len, own)) < len(weight):
+            own.append(left.pop(0))
+        found.append(_Joined(own, weight, rule.new_state(weight)))
+    return found
 
 
 @torch.no_grad()

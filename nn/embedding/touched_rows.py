@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nn.embedding.local_tables import LocalTable, row_bases
-from nn.ops.addresses import are_adjacent, joined
+from nn.ops.addresses import join_adjacent
 
 
 class TouchedRows:
@@ -43,7 +43,7 @@ class TouchedReplicas:
     def add(self, gradients: Sequence[Tensor]) -> None:
         """Mark the rows with a gradient; call it with the gradients [rows, D] of all ranks, before an update changes them."""
         first = 0
-        for gradient in _joined(gradients):
+        for gradient in join_adjacent(gradients):
             mask = self._mask.narrow(0, first, len(gradient))
             mask |= gradient.ne(0).any(dim=1)
             first += len(gradient)
@@ -54,16 +54,3 @@ class TouchedReplicas:
 
     def clear(self) -> None:
         self._mask.zero_()
-
-
-def _joined(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Join gradients of one width that are adjacent in memory, so that they take one launch."""
-    groups: list[Tensor] = []
-    for gradient in gradients:
-        last = groups[-1] if groups else None
-        has_width = last is not None and last.shape[1] == gradient.shape[1]
-        if last is not None and has_width and are_adjacent(last, gradient):
-            groups[-1] = joined(last, len(last) + len(gradient))
-        else:
-            groups.append(gradient)
-    return groups

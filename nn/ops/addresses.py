@@ -1,5 +1,7 @@
 """Distances between tensors, by which a kernel finds many of them from the address of one."""
 
+from collections.abc import Iterable
+
 from torch import Tensor
 
 
@@ -22,3 +24,16 @@ def are_adjacent(before: Tensor, after: Tensor) -> bool:
 def joined(first: Tensor, rows: int) -> Tensor:
     """View a tensor [n, ...] and those that follow it in its memory as one, with `rows` rows."""
     return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def join_adjacent(matrices: Iterable[Tensor]) -> list[Tensor]:
+    """Join matrices [rows, columns] of one width that are adjacent in memory, so that they take one launch."""
+    groups: list[Tensor] = []
+    for matrix in matrices:
+        last = groups[-1] if groups else None
+        has_width = last is not None and last.shape[1] == matrix.shape[1]
+        if last is not None and has_width and are_adjacent(last, matrix):
+            groups[-1] = joined(last, len(last) + len(matrix))
+        else:
+            groups.append(matrix)
+    return groups

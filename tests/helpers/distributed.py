@@ -8,10 +8,12 @@ import atexit
 import multiprocessing as mp
 import os
 import pickle
+import secrets
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -70,10 +72,12 @@ class RankPool:
 
 
 def free_port() -> int:
-    """Return a port without a listener."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port without a listener, below those that the system gives to other sockets meanwhile."""
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _context() -> mp.context.BaseContext:
