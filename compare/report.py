@@ -62,7 +62,7 @@ def print_comparison(console: Console, runs: Sequence[RunRecord], name: str | No
     if len(ordered) > 1:
         print_line(
             console,
-            f"{len(ordered)} tables: metrics on different data, splits, days or rows cannot be compared",
+            f"{len(ordered)} groups: metrics on different data, splits, days or rows cannot be compared",
         )
     return ordered
 

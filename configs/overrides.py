@@ -19,6 +19,9 @@ from configs.option_values import check_values, expand_home
 from configs.options import open_sections, option_names, replaced_options, type_hints
 from configs.schema import RENAMED
 
+# Begin the names of options that have keys of the user's own.
+OPEN_OPTIONS = ("table.", "tasks.", "sharding.tables.", "optimizer.embedding_options.")
+
 
 class WrittenOption(NamedTuple):
     """An option that somebody, the user or the project, has written for the model that is trained.
@@ -193,8 +196,8 @@ def one_line(error: Exception) -> str:
     text = re.sub(r"^ValueError raised while resolving interpolation: ", "", text)
     if option in RENAMED and text == "there is no such option":
         text += f"; it is {RENAMED[option]} now"
-    if option and option.startswith("table.") and text == "there is no such option":
-        text += f"; to add a key to the description of a table, write +{option}=..."
+    if option and option.startswith(OPEN_OPTIONS) and text == "there is no such option":
+        text += f"; to add a key, write + before it, as +{option}"
     # OmegaConf's word for a list.
     text += "; a list is written as [a,b]" if "ListConfig" in text else ""
     file = re.match(r"In '([^']*)': ", str(error))

@@ -1,6 +1,8 @@
 """Import of objects that an option names as `package.module:NAME`; they may lie outside the project."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from traceback import extract_tb
 from typing import Any
@@ -43,6 +45,15 @@ def has_raised(module: str, error: BaseException) -> bool:
     """Return whether an error came from the code of a module, or from what that code called."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return any(frame.filename == file for frame in extract_tb(error.__traceback__))
+
+
+@contextmanager
+def one_line_if_it_fails(option: str) -> Iterator[None]:
+    """Raise ValueError for any error of a user's object that is called within, with the option that names it."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:  # the user's may raise anything
+        raise ValueError(f"{option} has failed ({described(error)}); correct it") from error
 
 
 def described(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from nn.build import (
     planned_hardware,
 )
 from nn.distributed.process_group import Ranks, launcher_restarts
-from nn.embedding.optimizer import table_rule, update_settings
+from nn.embedding.optimizer import check_table_rule, table_rule
 from nn.embedding.pretrained import check_pretrained
 from nn.models.metric import PR_AUC
 from nn.models.registry import build_meta, check_model, declared_tables, find_model
@@ -89,12 +89,12 @@ def _measure_rare_labels(config: Config, source: Source) -> None:
 def check_optimizers(config: Config) -> None:
     """Refuse optimizers that do not exist or cannot train on the device.
 
-    Raises ValueError: `package.module:NAME` is no optimizer, or the tables' optimizer lacks an option that
+    Raises ValueError: `package.module:NAME` is no optimizer, or fails, or the tables' optimizer lacks an option that
     `optimizer.embedding_options` names, or it has no kernel for GPUs and would train on one.
     """
     check_dense_rule(config.effective_optimizer)
     rule = table_rule(config.effective_optimizer.table_name)
-    update_settings(config.effective_optimizer)
+    check_table_rule(config.effective_optimizer)
     if rule.kernel is not None:
         return
     is_plan = config.mode is Mode.plan

@@ -59,7 +59,7 @@ class WrittenColumns:
     columns: dict[str, ColumnSummary]  # summary per feature
     splits: dict[str, SplitSummary]  # summary per split
     statistics: dict[str, Any]  # fitted numbers per numerical feature
-    counted: str  # rows that vocabularies are built on, in words
+    counted: str  # rows of the statistics: train or all, if vocabularies are built on them
     rows: RowCounts  # what became of the rows that were read
     text_columns: TextColumns
     source_columns: Mapping[str, str]  # what every column of the sources became

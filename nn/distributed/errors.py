@@ -5,7 +5,7 @@ class EndOfRunError(Exception):
     """Base of all of them."""
 
 
-class RankError(EndOfRunError):
+class RankError(EndOfRunError, ValueError):
     """Error in the input of one rank; only this rank can report it."""
 
 

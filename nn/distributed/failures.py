@@ -26,7 +26,7 @@ def report_faults(ranks: Ranks) -> Iterator[None]:
     """Convert errors of one rank to `RankError`, a full table of raw keys to SharedError, a failed GPU to DeviceError."""
     try:
         yield
-    except Rank0Error:
+    except (Rank0Error, RankError):
         raise
     except TableFullError as error:
         # All ranks meet it at the same batch.

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchrec.optim import RowWiseAdagrad
 
 from configs.schema import OptimizerConfig, table_optimizers
-from configs.user_objects import load_user_object
+from configs.user_objects import load_user_object, one_line_if_it_fails
 
 Tensors = list[Tensor]
 States = list[dict[str, Tensor]]
@@ -154,6 +154,24 @@ def table_rule(name: str) -> TableRule:
             "(nn.embedding.optimizer); name one, or a built-in optimizer"
         )
     return rule
+
+
+@torch.no_grad()
+def check_table_rule(config: OptimizerConfig) -> None:
+    """Update a small table by a rule from outside the project.
+
+    Raises ValueError: the update fails or changes nothing in place, or the rule has no such `optimizer.embedding_options`.
+    """
+    name, settings = config.table_name, update_settings(config)
+    if name in table_optimizers():
+        return
+    rule, table = table_rule(name), torch.ones(2, 4)
+    option = f"optimizer.embedding_name={name}"
+    with one_line_if_it_fails(option):
+        rule.update([table], [torch.ones(2, 4)], [rule.new_state(table)], settings)
+    # An update by which no number changes, as at a rate of 0, still has a new version.
+    if table._version == 0 and table.eq(1).all():
+        raise ValueError(f"{option} leaves a table as it was; its update must change it in place")
 
 
 def _built_in() -> list[TableRule]:

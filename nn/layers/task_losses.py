@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 
 from configs.options import is_import_path, require
 from configs.schema import TaskConfig
-from configs.user_objects import described, load_user_object
+from configs.user_objects import load_user_object, one_line_if_it_fails
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """The losses [B] of predictions [B], logits of a binary label, and labels [B]; all float32. The host reads nothing back."""
@@ -102,7 +102,7 @@ def loss_of(options: TaskConfig, *, is_binary: bool, key: str) -> Loss:
     loss = load_user_object(name, key)
     require(
         callable(loss),
-        f"{key}={name} is no function of predictions and labels; docs/tasks_and_metrics.md has one",
+        f"{key}={name} is no function of predictions and labels; docs/add_a_metric.md has one",
     )
     return partial(_checked, loss, f"{key}={name}")
 
@@ -112,10 +112,8 @@ def _checked(loss: Loss, option: str, predictions: Tensor, labels: Tensor) -> Te
 
     Raises ValueError: it fails, or returns anything but one number with a gradient for each row.
     """
-    try:
+    with one_line_if_it_fails(option):
         losses = loss(predictions, labels)
-    except (Exception, SystemExit) as error:  # the user's may raise anything
-        raise ValueError(f"{option} has failed ({described(error)}); correct it") from error
     is_tensor = isinstance(losses, Tensor)
     require(
         is_tensor and losses.shape == predictions.shape and losses.is_floating_point(),

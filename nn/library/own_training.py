@@ -25,6 +25,7 @@ from nn.modes.train import open_training
 from nn.observability.console import make_console
 from nn.observability.mlperf_log import now_ms
 from nn.observability.run_directory import RESULT_STEP
+from nn.observers.choice import check_events
 from nn.observers.observer import Observer
 from nn.session import Session, open_session
 from nn.training.prefetch import Prefetcher
@@ -66,6 +67,8 @@ class Training:
             f"{type(observer).__qualname__} ({number})": observer
             for number, observer in enumerate(observers)
         }
+        for name, observer in self._observers.items():
+            check_events(name, observer)
         self._stack = ExitStack()
         self._opened: tuple[Session, Trainer] | None = None
         self._prefetcher: Prefetcher | None = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.user_objects import described, load_user_object
+from configs.user_objects import described, has_raised, load_user_object
 from dataloading.batch import Batch
 from nn.distributed.process_group import Ranks
 from nn.metrics import measures
@@ -121,8 +121,8 @@ class TaskMetrics:
                 compute = load_user_object(compute, f"the metric {metric.name}")
             return float(compute(rows))
         except (Exception, SystemExit) as error:  # the user's may raise anything
-            may_be_lost_rank = isinstance(error, RuntimeError) and self._collectives.world_size > 1
-            if not metric.compute or may_be_lost_rank:
+            is_lost_rank = has_raised("torch.distributed.distributed_c10d", error)
+            if not metric.compute or is_lost_rank:
                 raise
             raise ValueError(
                 f"the metric {metric.name} of eval.metrics has failed ({described(error)}); correct it"

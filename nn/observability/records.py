@@ -6,6 +6,7 @@ That file has the environment in the first line, then one record per line. This 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ DAY = "day"
 def baseline_text(summary: Mapping[str, Any], metrics: Iterable[Metric]) -> str:
     """Return the baseline of a summary in one line; empty without one."""
     values = {m.title: summary.get(f"{BASELINE}{m.test_key}") for m in metrics}
-    text = "  ".join(f"{title} {v:.4f}" for title, v in values.items() if v is not None)
+    text = "  ".join(f"{t} {v:.4f}" for t, v in values.items() if v is not None and isfinite(v))
     rows = summary.get(f"{BASELINE}rows")
     return f"{text}  (logistic regression on the ids of {rows:,} rows)" if text else ""
 

@@ -20,7 +20,18 @@ def make_observer(name: str) -> Observer:
         raise ValueError(
             f"{option} is no observer; derive it from Observer of nn/observers/observer.py"
         )
+    check_events(name, made)
     return made
+
+
+def check_events(name: str, observer: Observer) -> None:
+    """Raise ValueError if the observer called `name` has a method `on_...` that no event calls."""
+    events = [method for method in dir(Observer) if method.startswith("on_")]
+    for method in dir(observer):
+        if method.startswith("on_") and method not in events:
+            raise ValueError(
+                f"the observer {name} has {method}, which is no event; want {', '.join(events)}"
+            )
 
 
 class Observers:

@@ -222,4 +222,4 @@ def _print_header(
     }
     if config.train.ema_decay is not None:
         facts["average"] = f"of the dense component, decay {config.train.ema_decay:g}"
-    print_header(console, environment(config.recipe, ranks), facts)
+    print_header(console, environment(config.recipe, ranks) | {"model": config.model.name}, facts)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from configs.messages import shown
 from configs.schema import OptimizerConfig, OptimizerName
-from configs.user_objects import load_user_object
+from configs.user_objects import load_user_object, one_line_if_it_fails
 from nn.ops.host_copy import DeviceValues
 from nn.training.lion_and_lamb import LAMB, Lion
 
@@ -178,19 +178,20 @@ def _rule_named(name: str) -> DenseRule:
 def check_dense_rule(config: OptimizerConfig) -> None:
     """Refuse an optimizer from outside the project whose state a checkpoint would lose; it takes a step on two weights.
 
-    Raises ValueError: `optimizer.name` names no optimizer; or a step with a learning rate of 0 changes weights, or leaves state
-    that is no tensor.
+    Raises ValueError: `optimizer.name` names no optimizer, or one that fails; or a step with a learning rate of 0 changes
+    weights, or leaves state that is no tensor.
     """
     rule = dense_rule(config)
     if config.name in DENSE_RULES:
         return
     weight = nn.Parameter(torch.ones(2))
-    optimizer = rule.build([weight], config)
     weight.grad = torch.zeros(2)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    settings = [_settings(group) for group in optimizer.param_groups]
-    optimizer.step()
+    with one_line_if_it_fails(f"optimizer.name={config.name}"):
+        optimizer = rule.build([weight], config)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        settings = [_settings(group) for group in optimizer.param_groups]
+        optimizer.step()
     if not torch.equal(weight, torch.ones(2)):
         raise ValueError(
             f"optimizer.name={config.name} changes weights in a step with a learning rate of 0 and gradients of 0, by which "

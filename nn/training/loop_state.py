@@ -64,14 +64,14 @@ class LoopState:
 
         A new day starts without evaluations and sums, since metrics of different days cannot be compared.
         """
-        names = (*FIRST_AUC, "first_step", "last_record") if day.is_new else LOOP
+        names = ("first_step", "last_record") if day.is_new else LOOP
         known = {name: facts[name] for name in names if name in facts}
         best = known.pop("best_auc", None)
         return cls(
             num_steps=num_steps,
             day=day,
             origin=Origin.RESUMED,
-            first_auc={name: known.pop(name) for name in FIRST_AUC},
+            first_auc={name: known.pop(name, None) for name in FIRST_AUC},
             best_value=math.nan if best is None else best,
             ends_day=known.pop(ENDS_DAY, None),
             **known,

@@ -193,6 +193,7 @@ def _write(
             column.kept,
             column.coverage,
             len(counted),
+            table_rows=column.kept + 1,
         )
         for name, column in encoded.items()
     }

@@ -199,7 +199,10 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
         return _values_choice(column, ids)
     if column.is_list:
         how = {"separator": column.separator} if column.separator else {"list": True}
-        return Choice(column, "categorical", how, f"lists of {column.items:,} values")
+        why = f"lists of {column.items:,} values"
+        if all(re.fullmatch(r"-?\d+,\d+", value) for value, _ in column.values):
+            why += f"; a number with a decimal comma is CAST(replace({quoted(column.name)}, ',', '.') AS DOUBLE)"
+        return Choice(column, "categorical", how, why)
     is_key = _has_names(table) and has_name(column, KEY)
     is_unique = column.distinct >= UNIQUE * column.present and column.present > 20
     if is_unique and ((is_key and column.is_whole) or not (column.is_number or column.is_time)):

@@ -196,6 +196,6 @@ def _find_separator(engine: DuckDBEngine, column: Column) -> None:
 
 
 def has_name(column: Column, pattern: str) -> bool:
-    """Return whether a whole name, without blanks around it and in lower case with _ between words, fits the pattern."""
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", column.name.strip().partition(":")[0])
+    """Return whether a whole name, without blanks and ? around it and in lower case with _ between words, fits the pattern."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", column.name.strip(" ?").partition(":")[0])
     return re.fullmatch(pattern, words.lower()) is not None

@@ -136,12 +136,13 @@ class ColumnSummary:
 
     missing: float  # fraction of the rows without a value
     distinct: int | None = None  # values seen, of a categorical feature
-    kept: int | None = None  # values with an id of their own, of a categorical feature
+    kept: int | None = None  # of these values, those with an id
     # of a categorical feature, per limit of `COVERAGE_LIMITS` the values seen at least that often
     # and their rows
     coverage: list[list[int]] | None = None
     rows: int = 0  # rows of the statistics
     distribution: Distribution | None = None  # of a numerical feature, as it is stored
+    table_rows: int | None = None  # of a categorical feature, over all days
 
 
 @dataclass(slots=True)
@@ -256,10 +257,9 @@ def print_columns(
     for name, column in columns.items():
         # A name may hold control characters, or what Rich takes for markup.
         cells: list[Text | str] = [Text(printable(name)), f"{100 * column.missing:.2f}"]
-        if column.distinct is not None and column.kept is not None:
-            num_rows = column.kept + 1
-            cells += [f"{column.distinct:,}", f"{column.kept:,}", f"{num_rows:,}"]
-            cells.append(f"{suggested_embedding_dim(num_rows):,}")
+        if column.table_rows is not None:
+            cells += [f"{n:,}" for n in (column.distinct, column.kept, column.table_rows)]
+            cells.append(f"{suggested_embedding_dim(column.table_rows):,}")
             cells += [f"{100 * split.zero_share(name):.2f}" for split in splits.values()]
         table.add_row(*cells)
     console.print(table)

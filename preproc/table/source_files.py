@@ -230,8 +230,8 @@ def _rule(config: PreprocConfig, table: TableConfig) -> SplitRule:
     rule = SplitRule(by=by) if by is not None and table.split == SplitRule() else table.split
     require(
         not rule.unused,
-        f"table.split: by: {rule.by} does not read {' and '.join(rule.unused)}; drop it, or set another by: fraction reads "
-        "train, random train and validation, column expression",
+        f"table.split: by: {rule.by} does not read {' and '.join(rule.unused)}; drop it (on a command line "
+        "~table.split.KEY), or set another by: fraction reads train, random train and validation, column expression",
     )
     return rule
 

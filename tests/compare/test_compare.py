@@ -187,7 +187,7 @@ def test_runs_of_other_data_splits_and_rows_have_tables_of_their_own(tmp_path):
     texts = ended.out.splitlines()
     assert texts[0] == "on shop (aaaaaaaa), split test, 8 rows"
     assert "on shop (aaaaaaaa), split test, 9 rows" in texts
-    assert texts[-3].startswith("5 tables: metrics on different data, splits, days or rows cannot")
+    assert texts[-3].startswith("5 groups: metrics on different data, splits, days or rows cannot")
     assert texts[-2] == "1 left out: evaluations (mode=eval) and others that do not train"
     with (tmp_path / "x.csv").open() as stream:
         assert [row["run"] for row in csv.DictReader(stream)] == [*"cadbegh"]

@@ -382,6 +382,17 @@ def test_no_override_means_an_empty_mapping():
             "model.cross.num_layer=2",
             "error: there is no option model.cross.num_layer; did you mean model.cross.num_layers?",
         ),
+        *(
+            (
+                f"{name}=3",
+                f"{name}: there is no such option; to add a key, write + before it, as +{name}",
+            )
+            for name in (
+                "tasks.label",
+                "sharding.tables.cat_0",
+                "optimizer.embedding_options.beta1",
+            )
+        ),
         ("top_mpl=[8,1]", "there is no option top_mpl; did you mean model.top_mlp? --help lists"),
         ("model.top_mlp=8", "error: model.top_mlp: got 8, want a list"),
         ("model.top_mlp=[x]", "error: model.top_mlp[0]: Value 'x' of type 'str' could not be"),

@@ -28,7 +28,7 @@ def test_names_reach_the_terminal_as_they_are_written_and_never_raw(is_terminal)
     with progress.phase(f"counting {HOSTILE}") as phase:
         phase._shown = 0.0
         phase.update(1, 1)
-    column = ColumnSummary(0.0, 1, 1, [], 1)
+    column = ColumnSummary(0.0, 1, 1, [], 1, table_rows=2)
     split = SplitSummary(1, {HOSTILE: LabelSum()}, {HOSTILE: 0})
     print_columns(console, {HOSTILE: column}, {HOSTILE: split}, HOSTILE)
     print_splits(console, {HOSTILE: split})
@@ -43,7 +43,9 @@ def test_no_number_of_the_table_is_cut(width):
     stream = io.StringIO()
     console = LiteralConsole(file=stream, width=width, color_system=None, legacy_windows=False)
     names = ["scheduled_time", "a" * 30, "city"]
-    columns = {name: ColumnSummary(0.1234, 123_456, 65_432, [], 1) for name in names}
+    columns = {
+        name: ColumnSummary(0.1234, 123_456, 65_432, [], 1, table_rows=65_433) for name in names
+    }
     splits = {name: SplitSummary(1000, {}, dict.fromkeys(names, 825)) for name in ("train", "test")}
     print_columns(console, columns, splits, "train rows")
     lines = stream.getvalue().splitlines()

@@ -26,7 +26,8 @@ def test_the_table_of_columns_has_a_suggestion_per_table():
     stream = io.StringIO()
     console = LiteralConsole(file=stream, width=200, color_system=None)
     # The row of id 0 belongs to the table.
-    columns = {"genres": ColumnSummary(0.0, 20, 20, [], 1), "age": ColumnSummary(0.0)}
+    genres = ColumnSummary(0.0, 20, 20, [], 1, table_rows=21)
+    columns = {"genres": genres, "age": ColumnSummary(0.0)}
     print_columns(console, columns, {"train": SplitSummary(1, {}, {"genres": 0})}, "1 rows")
     lines = [line.split() for line in stream.getvalue().splitlines()]
     assert ["genres", "0.00", "20", "20", "21", "16", "0.00"] in lines

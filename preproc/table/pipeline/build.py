@@ -194,7 +194,7 @@ def _build(journal: Journal) -> int:
         splits=summaries,
         statistics=transformed.statistics,
         absent=journal.absent,
-        counted="the fitted run's" if config.mode is Mode.transform else config.vocabulary.name,
+        counted="the new" if config.mode is Mode.transform else config.vocabulary.name,
         rows=RowCounts(rows_read, num_rows, num_bad, rows_read - num_bad - num_rows),
         source_columns=journal.work.state["columns"],
         logs=transformed.logs,

@@ -92,14 +92,22 @@ def _encode_group(
     )
     distinct, seen, *covered, kept_rows = [int(value or 0) for value in sums]
     pairs = [list(pair) for pair in zip(covered[::2], covered[1::2], strict=True)]
+    kept = kept_rows
+    if journal.fitted is not None:
+        known = values_with_id(journal, first, owner)
+        ((kept,),) = journal.engine.rows(
+            f"SELECT count(*) FROM counts_{first} AS c JOIN {known} AS v ON c.value = v.value"
+        )
     encoded = {}
     for number, feature in zip(numbers, features, strict=True):
         counts_rows = len(features) == 1 and not feature.is_list
         with_value = seen if counts_rows else _rows_with_value(journal, values, number, counted)
         missing = 1 - with_value / len(counted)
-        # The coverage of a vocabulary is reported once, at the feature that has its limits.
-        coverages = pairs if feature is owner else None
-        summary = ColumnSummary(missing, distinct, kept_rows, coverages, len(counted))
+        # The coverage of a vocabulary is reported once, at the feature that has its limits, where these rows choose its values.
+        coverages = pairs if feature is owner and journal.fitted is None else None
+        summary = ColumnSummary(
+            missing, distinct, kept, coverages, len(counted), table_rows=kept_rows + 1
+        )
         encoded[feature.name] = EncodedFeature(
             summary,
             kept_rows + 1,
@@ -213,16 +221,17 @@ def _hashed(
         f"SELECT CAST(sum(count) AS BIGINT), count(*) FROM ({values.counts(number, counted)})"
     )
     seen = _rows_with_value(journal, values, number, counted) if feature.is_list else int(seen or 0)
-    kept = distinct if owner.buckets is None else owner.buckets
+    kept = distinct
     if owner.capacity is not None:
-        kept = owner.capacity - 1
+        kept = min(distinct, owner.capacity - 1)
         if distinct > kept:
             journal.progress.warn(
                 f"{shown(owner.name)} has {distinct:,} values and rows for {kept:,} keys: training admits some "
                 "(data.dynamic.admit_after) and evicts others (data.dynamic.evict); raise its capacity to keep all"
             )
-    summary = ColumnSummary(1 - seen / len(counted), distinct, kept, rows=len(counted))
-    rows = owner.capacity or kept + 1
+    rows = owner.capacity or (distinct if owner.buckets is None else owner.buckets) + 1
+    missing = 1 - seen / len(counted)
+    summary = ColumnSummary(missing, distinct, kept, rows=len(counted), table_rows=rows)
     return EncodedFeature(summary, rows, None, is_dynamic=owner.is_dynamic)
 
 

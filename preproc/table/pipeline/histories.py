@@ -7,8 +7,9 @@ The items of all users form one array, ordered by user, time and row. The histor
 so SQL computes the end and the length of the slice, and no query has a row per value of a history.
 """
 
+from dataclasses import replace
+
 from configs.table_schema import History, TableConfig
-from preproc.report.console import ColumnSummary
 from preproc.table.feature_values import FeatureValues, rows_of
 from preproc.table.pipeline.categoricals import EncodedFeature, values_with_id
 from preproc.table.pipeline.journal import Journal
@@ -49,10 +50,9 @@ def history_ids(
     ((empty,),) = journal.engine.rows(
         f"SELECT count(*) FROM {rows_of(counted, f'slices_{number}')} WHERE length_ = 0"
     )
-    whole = encoded[history.of].summary
-    summary = ColumnSummary(empty / len(counted), whole.distinct, whole.kept, rows=len(counted))
-    rows = encoded[history.of].num_embeddings
-    return EncodedFeature(summary, rows, None, is_dynamic=owner.is_dynamic)
+    whole = encoded[history.of]
+    summary = replace(whole.summary, missing=empty / len(counted), coverage=None, rows=len(counted))
+    return EncodedFeature(summary, whole.num_embeddings, None, is_dynamic=owner.is_dynamic)
 
 
 def _timeline(number: int, table: TableConfig, rows: str, split: str) -> str:

@@ -71,6 +71,11 @@ def _nadam(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opt
     return torch.optim.NAdam(parameters, lr=config.lr)
 
 
+def _broken(parameters):
+    raise AssertionError("has two arguments")
+
+
+BROKEN = DenseRule(name="broken", build=_broken, states_per_weight=0)
 NADAM = DenseRule(name="nadam", build=_nadam, states_per_weight=2)
 
 
@@ -150,6 +155,32 @@ def test_a_rule_without_kernel_is_planned_for_cpus_only():
         check_optimizers(on_gpus)
 
 
+def _fails(tables, gradients, states, group):
+    states[0]["velocity"].add_(1)
+
+
+def _not_in_place(tables, gradients, states, group):
+    for number, gradient in enumerate(gradients):
+        tables[number] = tables[number] - group["lr"] * gradient
+
+
+FAILS = TableRule(name="fails", update=_fails)
+NOT_IN_PLACE = TableRule(name="not_in_place", update=_not_in_place)
+
+
+@pytest.mark.parametrize(
+    ("rule", "problem"),
+    [
+        ("FAILS", r"FAILS has failed \(KeyError: 'velocity', at .*test_fifth_optimizer.py:\d+\)"),
+        ("NOT_IN_PLACE", "NOT_IN_PLACE leaves a table as it was; its update must change it in"),
+    ],
+)
+def test_a_rule_that_fails_or_changes_nothing_is_refused(rule, problem):
+    with pytest.raises(ValueError, match=problem):
+        check_optimizers(compose_config(*options(rule)))
+    check_optimizers(compose_config(*options("SIGN"), "optimizer.embedding_lr=1e-30"))
+
+
 def run_plan(rule: str, *overrides: str) -> None:
     config = compose_config(*options(rule, *overrides))
     build_plan(config, open_source(config), planned_hardware(config))
@@ -158,6 +189,8 @@ def run_plan(rule: str, *overrides: str) -> None:
 def test_a_dense_optimizer_may_lie_outside_too():
     losses, _ = trained([*options("SIGN"), f"optimizer.name={HERE}:NADAM"])
     assert losses[0] != losses[-1]
+    with pytest.raises(ValueError, match=r"BROKEN has failed \(TypeError: _broken\(\) takes 1"):
+        check_optimizers(compose_config(*options("SIGN"), f"optimizer.name={HERE}:BROKEN"))
 
 
 @pytest.mark.skipif(tl is None, reason="needs Triton")

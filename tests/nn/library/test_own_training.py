@@ -232,6 +232,16 @@ def test_calls_at_the_wrong_time_are_refused(tmp_path):
         Training(options("dlrm", *RUN, "mode=eval"))
 
 
+def test_what_an_open_run_refuses_is_a_value_error(tmp_path):
+    scalar = "tasks={label: {loss: 'torch.nn.functional:binary_cross_entropy_with_logits'}}"
+    config = options("dlrm", *RUN, scalar, f"run_dir={tmp_path}/run")
+    with (
+        pytest.raises(ValueError, match=r"logits returns \[\] for .* predictions; want a float of"),
+        Training(config, quiet=True) as training,
+    ):
+        training.step()
+
+
 def test_a_finished_run_is_not_trained_again(tmp_path):
     train(tmp_path / "run", 8)
     with (

@@ -64,6 +64,13 @@ BINS = Metric(
     title="bins",
     compute=lambda rows: rows.sums(lambda x, y, w: [w.new_zeros(20), w.sum()])[1],
 )
+SHAPES = Metric(
+    name="shapes", title="shapes", compute=lambda rows: torch.ones(2, 3) @ torch.ones(2, 3)
+)
+# Where a rank has exited, torch.distributed raises in this way.
+LOST = Metric(
+    name="lost", title="lost", compute=lambda rows: torch.distributed.broadcast(torch.ones(1), 9)
+)
 NOTHING = Metric(name="nothing", title="nothing", compute=lambda rows: None)
 COUNTED = Metric(name="rows", title="rows", compute=brier)
 
@@ -159,9 +166,9 @@ def test_a_run_resumes_with_the_same_metric(trained, tmp_path):
     }
 
 
-def measured() -> float:
+def measured(name: str = "BRIER") -> float:
     """Return the metric of this rank's rows; padding does not count."""
-    tasks = tasks_of([CLICK, RATING], further=[f"{HERE}:BRIER"])
+    tasks = tasks_of([CLICK, RATING], further=[f"{HERE}:{name}"])
     with ranks_of_cpu() as ranks:
         metrics = TaskMetrics(tasks, torch.device("cpu"), ranks, has_weights=True)
         share = SHARES[ranks.rank] if ranks.world_size > 1 else slice(0, ROWS)
@@ -174,6 +181,21 @@ def test_two_ranks_measure_what_one_does():
     squares = (logits[:, 0].sigmoid() - labels[:, 0]) ** 2
     want = ((squares * weights).sum() / weights.sum()).item()
     assert [measured(), *run_distributed(measured, 2)] == pytest.approx([want] * 3)
+
+
+def errors_on_a_rank() -> list[str]:
+    errors = []
+    for name in ("SHAPES", "LOST"):
+        with pytest.raises((RuntimeError, ValueError)) as raised:
+            measured(name)
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_an_error_of_two_ranks_is_the_metrics_unless_a_rank_is_lost():
+    for shapes, lost in run_distributed(errors_on_a_rank, 2):
+        assert "metric shapes of eval.metrics has failed (RuntimeError: mat1 and mat2" in shapes
+        assert "eval.metrics" not in lost
 
 
 def test_a_fault_in_a_metric_of_the_project_is_not_called_the_users(monkeypatch):

@@ -1,13 +1,16 @@
 """Reading of metrics.jsonl: complete lines, damaged lines, and what a resumed run keeps."""
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
 
+from nn.models.metric import METRICS
 from nn.observability.records import (
     FINAL,
+    baseline_text,
     has_records,
     read_records,
     read_run,
@@ -96,6 +99,14 @@ def test_a_run_for_a_picture_has_its_restarts_and_no_final_evaluation(tmp_path):
     assert read_run(tmp_path) == RunRecords({"recipe": "x"}, [{"step": 8, "test_auc": 0.7}], [], [])
     (tmp_path / "restarts.jsonl").write_text('{"step": 3}\n{"st\n{"step": 3}\n{"step": 5}')
     assert read_run(tmp_path).restarts == [3, 3]
+
+
+def test_a_baseline_has_what_is_defined():
+    found = {"baseline_rows": 5, "baseline_test_auc": math.nan, "baseline_test_log_loss": 0.5}
+    assert baseline_text(found, METRICS) == (
+        "log loss 0.5000  (logistic regression on the ids of 5 rows)"
+    )
+    assert baseline_text({}, METRICS) == ""
 
 
 def test_a_picture_has_the_data_of_the_latest_day_and_days_apart_from_restarts(tmp_path):

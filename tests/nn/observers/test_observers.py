@@ -55,6 +55,11 @@ class Failing(Observer):
         raise KeyError("a name of mine")
 
 
+class Mistyped(Observer):
+    def on_steps(self, loop, trained):
+        pass
+
+
 NO_OBSERVER = object()
 """
 FAILING_MODEL = """
@@ -161,6 +166,7 @@ def test_what_is_no_observer_is_refused(own):
     for name, problem in (
         (f"{own}:NO_OBSERVER", "is no observer"),
         (f"{own}:NOTHING", "has no NOTHING"),
+        (f"{own}:Mistyped", "has on_steps, which is no event; want on_between_steps"),
         ("plain", "no package.module:NAME"),
     ):
         ended = run_command(*TINY, *QUIET, f"log.observers=[{name}]", "checkpoint.save=false")
@@ -186,6 +192,9 @@ def test_a_training_of_the_library_has_observers(tmp_path):
             training.step()
         training.finish()
     assert (counting.steps, counting.ended) == (6, True)
+    counting.on_finish = counting.on_end
+    with pytest.raises(ValueError, match=r"Counting \(0\) has on_finish, which is no event; want"):
+        Training(config, observers=[counting])
 
 
 def test_a_training_of_the_library_starts_once_however_its_steps_are_trained(tmp_path):

@@ -19,6 +19,7 @@ def trained() -> LoopState:
     state.compare_by(AUC, SCORED)
     state.take_evaluation({"step": 12, "test_auc": 0.7, "test_log_loss": math.nan}, AUC)
     state.other_days = {"next_auc": 0.6}
+    state.first_auc = {"untrained_test_auc": 0.5, "restored_test_auc": None}
     state.key_counts = {"new_keys": 3}
     state.row_capacity = {"shards": [[["item"], [40]]], "rows": {"64": [[21]]}}
     state.parts = [{"name": "a", "rows": 3, "identity": None, "offsets": [[0, 5]]}]
@@ -63,4 +64,5 @@ def test_a_new_day_starts_without_evaluations_and_sums():
     facts = trained().facts(ends_day=True)
     day = LoopState.of_facts(facts, 12, Day(number=1, is_new=True))
     assert (day.test, day.best_step, day.loss_steps, day.other_days) == ({}, None, 0, {})
+    assert day.first_auc == dict.fromkeys(FIRST_AUC)
     assert (day.first_step, day.last_record) == (4, 10)

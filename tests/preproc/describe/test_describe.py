@@ -185,6 +185,15 @@ def test_a_description_says_why_and_trains(tmp_path, monkeypatch, capsys):
         preproc("mode=describe", "source=shop.csv")
 
 
+def test_a_decimal_comma_is_told_from_a_list_and_a_question_is_a_label(tmp_path):
+    rows = (f"{'yes' if i % 3 else 'no'};{i % 9},{i % 7};{i % 5},{i % 4},3" for i in range(ROWS))
+    content = described(lines(tmp_path / "rows.csv", ["Clicked?;price;tags", *rows]), tmp_path)
+    assert content["table"]["label"]["name"] == "Clicked_"
+    text = (tmp_path / "written.yaml").read_text()
+    number = "a number with a decimal comma is CAST(replace(\"price\", ',', '.') AS DOUBLE)"
+    assert text.count("decimal comma") == text.count(number) == 1
+
+
 def test_times_order_the_rows_and_grades_become_labels(tmp_path, capsys):
     rows = (f"{i % 7}\t{i % 11}\t{1 + i % 5}\t{880000000 + (i * 37) % 1000}" for i in range(ROWS))
     source = lines(

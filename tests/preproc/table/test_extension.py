@@ -107,6 +107,12 @@ def days(tmp_path_factory):
         cardinality = {f.name: f.cardinality for f in FeatureSpec.load(output).categorical}
         assert cardinality == {"user": len(users.ids) + 1, "tags": len(tags.ids) + 1}
         preproc("mode=verify", f"path={output}")
+        report = json.loads((output / "report.json").read_text())["columns"]["user"]
+        seen = {user for user, _ in train if user}
+        numbers = [len(seen), sum(users.id(user) > 0 for user in seen), cardinality["user"]]
+        assert [report[name] for name in ("distinct", "kept", "table_rows")] == numbers
+        # Other limits cannot choose among the ids of earlier days.
+        assert (report["coverage"] is None) == (day > 0)
     # The days are such that every rule acted.
     assert users.retired
     assert len(tags.ids) == 12

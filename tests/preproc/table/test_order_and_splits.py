@@ -158,7 +158,7 @@ def test_what_divides_the_rows_twice_or_not_at_all_is_refused(tmp_path):
         (
             table_of(first, split={"train": 0.5, "validation": 0.3}),
             [],
-            "table.split: by: fraction does not read validation; drop it, or .* random train and validation",
+            "table.split: by: fraction does not read validation; drop it .*~table.split.KEY\\), or .* random train",
         ),
         (
             table_of([first, second], split={"by": "last_file", "train": 0.5, "expression": "y"}),
