@@ -120,7 +120,7 @@ def user_item_logits(
             bias = of_layer["positions"][apart] + of_layer["times"][far.clamp(max=128).long()]
         of_layer = inner(weights, f"layers.{layer}")
         x = stu_layer(x, of_layer, heads, n, count, bias, **variant)
-    day, hour = math.floor(hours / 24) % 7 / 7, hours % 24 / 24
+    day, hour = math.floor(hours / 24) % 7 / 7, math.floor(hours) % 24 / 24
     clock = [
         part for turn in (hour, day) for part in (math.cos(6.28 * turn), math.sin(6.28 * turn))
     ]

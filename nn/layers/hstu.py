@@ -291,8 +291,8 @@ def times_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the age of each position and its time before the query, both in seconds, [P]; zeros without a time of events.
 
-    The query is at the moment of the sample or, `from_last`, of its last event. `hours`: whole hours of the query since the
-    reference's time 0, [B], which is that of context.
+    The query is at the moment of the sample or, `from_last`, of its last event. `hours`: of the query since the reference's
+    time 0, [B], which is that of context.
     """
     at = parts.at
     if time is None:
@@ -321,7 +321,7 @@ class UserVectors(nn.Module):
         initialise_without_bias_(self.linear, generator)
 
     def forward(self, x: Tensor, hours: Tensor | None) -> Tensor:
-        """Map [B * M, D], and whole hours [B] with a clock, to [B * M, D]."""
+        """Map [B * M, D], and hours [B] with a clock, to [B * M, D]."""
         if hours is not None:
             clock = clock_of(hours).repeat_interleave(x.shape[0] // hours.shape[0], dim=0)
             x = torch.cat([x, clock.to(x.dtype)], dim=1)
@@ -330,6 +330,6 @@ class UserVectors(nn.Module):
 
 def clock_of(hours: Tensor) -> Tensor:
     """Return cosine and sine of the hour of the day, then of the day of the week, [B, 4]; the reference's pi is 3.14."""
-    parts = torch.stack([hours.remainder(24) / 24, (hours / 24).floor().remainder(7) / 7], dim=1)
-    angles = parts * (2 * 3.14)
+    hour, day = hours.floor().remainder(24) / 24, (hours / 24).floor().remainder(7) / 7
+    angles = torch.stack([hour, day], dim=1) * (2 * 3.14)
     return torch.stack([angles.cos(), angles.sin()], dim=2).flatten(1)

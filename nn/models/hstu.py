@@ -81,20 +81,21 @@ class HSTU(Model):
     def activations(self) -> Activations:
         """Return what positions and distinct rows keep, and the work of a sample of mean length."""
         options, inputs = self._options, self._found.inputs
-        inner, width = options.heads * options.head_dim, options.width
+        inner = options.heads * options.head_dim
         layers, only = cast("list[STULayer]", list(self.layers)), options.last_layer_of_candidates
         at_position, at_row = self.items.kept()
         columns = kept_columns(layers, at_position, only_candidates=only)
-        group, item = inputs.group.name, inputs.tables[inputs.items[0]]
-        length = inputs.mean_events + self._more
-        weights = width * (4 + (3 if options.concat else 1)) * inner
+        length, whole = inputs.mean_events + self._more, len(layers) - only
+        # Of the last layer, positions other than candidates need values and keys alone.
+        weights = options.width * inner * (whole * (4 + (3 if options.concat else 1)) + 2 * only)
+        keys = whole * length + 2 * only * inputs.num_candidates
         return Activations(
             backward_columns=self._more * columns,
-            event_columns={group: columns},
-            row_columns={item: at_row},
+            event_columns={inputs.group.name: columns},
+            row_columns={inputs.tables[inputs.items[0]]: at_row},
             products={
-                "positions": round(2 * options.layers * (length - 1) * weights),
-                "attention": round(2 * options.layers * length**2 * inner),
+                "positions": round(2 * (length - 1) * weights),
+                "attention": round(2 * inner * length * keys),
             },
         )
 

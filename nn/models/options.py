@@ -531,7 +531,7 @@ class HSTUOptions(ModelConfig):
     action_dim: int = option(8, "columns of the vector of a bit", most=MOST_COLUMNS, gt=0)
     hour: str | None = option(
         None,
-        "numerical feature with the query's time in whole hours, for the hour of its day and its day of the week; null: none",
+        "numerical feature with the query's time in hours, for the hour of its day and its day of the week; null: none",
         numerical=True,
     )
     query_time: QueryTime = option(

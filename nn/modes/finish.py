@@ -1,5 +1,6 @@
 """The end of a training: its last checkpoint, the final evaluation and the summary."""
 
+import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -45,10 +46,17 @@ def finish_training(session: Session, trainer: Trainer) -> tuple[dict[str, Any],
     summary[UNSAVED] = problem
     if session.step.tables.has_disk_tables:
         stored, full = session.step.tables.disk_bytes()
-        summary["tier_disk_peak_bytes"] = stored
+        # Linux counts kilobytes.
+        host = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        summary |= {
+            "tier_disk_peak_bytes": stored,
+            "tier_disk_full_bytes": full,
+            "peak_host_bytes": host,
+        }
         if ranks.is_rank0:
             session.logger.info(
-                f"tables on disk: {stored / 2**30:,.3f} GiB at their peak, {full / 2**30:,.3f} GiB with all rows"
+                f"tables on disk: {stored / 2**30:,.3f} GiB at their peak, {full / 2**30:,.3f} GiB with all rows; "
+                f"{host / 2**30:,.3f} GiB of host memory at the peak of rank 0"
             )
 
     def finish() -> None:

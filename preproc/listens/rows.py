@@ -83,7 +83,7 @@ def columns_of(rows: np.ndarray, maps: ItemMaps, sizes: Sizes) -> dict[str, Any]
         ids[name] = (xxh64([keys[key] for key in of]) % np.uint64(count)).astype(np.int64)
     return {
         # The time of the query is that of the last event that the row sees, as in the reference.
-        "numerical": rows["query"][:, None] // 3600,
+        "numerical": rows["query"][:, None] / 3600,
         "labels": rows["label"],
         "ids": ids,
         "slices": {"history": rows["slice"]},

@@ -808,7 +808,7 @@ def test_training_does_not_advance_any_random_generator(tmp_path, monkeypatch):
 
     def look() -> None:
         name, keys, *rest = np.random.get_state()  # noqa: NPY002, since libraries use this generator
-        numbers = [torch.get_rng_state().tolist(), name, keys.tolist(), rest]
+        numbers = [torch.get_rng_state().tolist(), name, bytes(keys), rest]
         states.append([random.getstate(), *numbers])
 
     for step in range(1, LAST_STEP):

@@ -136,7 +136,11 @@ def test_yambdas_files_become_the_rows_of_the_rules(source, tmp_path, monkeypatc
         ages = [row[0] + 1 - event["timestamp"] for row in wanted for event in row[4]]
         assert read.events[0].tolist() == ages
         queries = [row[4][-1]["timestamp"] if row[4] else row[0] for row in wanted]
-        assert read.numerical[:, 0].tolist() == [query // 3600 for query in queries]
+        assert (
+            read.numerical[:, 0].tolist() == (np.array(queries) / 3600).astype(np.float32).tolist()
+        )
+        # As the reference's seconds, of which the numbers in float32 lack less than one.
+        assert read.numerical[:, 0].astype(int).tolist() == [query // 3600 for query in queries]
         hours = [row[0] // 3600 % 24 for row in wanted]
         keys = [np.array(ids["item_id"]), np.array(hours)]
         assert ids["item_x_hour"] == (xxh64(keys) % 50).tolist()

@@ -17,6 +17,7 @@ from benchmarks.rows import ROOT, ROWS, Row
 from benchmarks.train import (
     breakdown_table,
     command_of,
+    memory_of,
     read_result,
     row_dataset,
     speed_line,
@@ -51,6 +52,8 @@ def result(tmp_path_factory):
         *(option for option in TINY if not option.startswith("train.batch_size")),
         "train.batch_size=16",
         "data.synthetic.train_rows=800",
+        "sharding.tables={cat_0: {tier: disk, cache: 0.99}}",
+        f"sharding.disk_path={run_dir.parent}",
         *command_of(ROW, run_dir, run_dir, 300)[8:],
     ]
     ended = run_command(*options)
@@ -173,6 +176,23 @@ def test_a_result_holds_speed_floor_and_breakdown(result):
 def test_a_row_without_a_gpu_has_neither_memory_nor_kernels(result):
     assert speed_line(result).endswith("| none | none |")
     assert "no GPU" in breakdown_table([result])
+
+
+def test_a_result_has_the_peaks_and_the_rows_of_tables_on_disk(result, tmp_path):
+    sizes = "GPU 0.0, host [0-9.]+, disk 0.0; of tables on disk the rows of 0.0 were read in 4,800 samples"
+    assert re.match(
+        f"GiB at the peak: {sizes}, and those of at most 0.0 in 69,300,000", result["memory"]
+    )
+    assert result["tflops_per_s"] > 0
+    # 300 GB in 100 steps and 100 GB in the next 100 of 1,000 samples: 1 GB a step until 69,300 of them.
+    records = [{"tier_disk_bytes_in": 1e9 * each} for each in (4, 2, 1, 1)]
+    bytes_of = {"tier_disk_peak_bytes": 2**33, "peak_host_bytes": 2**34, "peak_hbm_bytes": 2**35}
+    for full, most in ((10**15, (400 + 69_100) / 1.073741824), (2**40, 1024)):
+        text = json.dumps(bytes_of | {"tier_disk_full_bytes": full})
+        (tmp_path / "summary.json").write_text(text)
+        said = memory_of(records, 1000, tmp_path)
+        assert said.startswith("GiB at the peak: GPU 32.0, host 16.0, disk 8.0; ")
+        assert f"372.5 were read in 200,000 samples, and those of at most {most:,.1f} in" in said
 
 
 def on_gpus(result, **ms_of_all_to_all: float):

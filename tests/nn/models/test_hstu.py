@@ -14,6 +14,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from configs.schema import ModelConfig
 from dataloading.dataset.dataset_directory import write_dataset
+from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.hstu import SampleParts, position_index, spread_rows, time_index
@@ -98,7 +99,7 @@ class Samples:
             for length in lengths
         ]
         self.ages = torch.cat(ages).to(dtype)
-        self.hours = torch.randint(0, 200, (len(lengths), 1), generator=draw).to(dtype)
+        self.hours = torch.rand(len(lengths), 1, generator=draw).mul(200).to(dtype)
 
     def embeddings(self, spare: int = 3, first: int = 0) -> PooledEmbeddings:
         """Return the embeddings; `first` events of other samples come before."""
@@ -268,7 +269,8 @@ def test_several_candidates_are_as_many_samples_of_one(options, norm):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12, msg=name)
 
 
-def test_the_published_model_has_its_size():
+def published() -> tuple[ModelConfig, FeatureSpec]:
+    """Return the options of MLPerf's model, and the features of Yambda."""
     experiment = yaml.safe_load((ROOT / "configs/experiment/hstu_mlperf.yaml").read_text())
     items = [*ITEMS, "album"]
     names = {"name": OPTIONS["name"], "item_features": items, "hour": "hour"}
@@ -276,14 +278,21 @@ def test_the_published_model_has_its_size():
     spec = spec_of(
         *(feature(f"cross_{number}") for number in range(8)),
         *(feature(name) for name in items),
-        *(feature(f"hist_{name}", hotness=None, table=name) for name in items),
+        *(
+            replace(feature(f"hist_{name}", hotness=None, table=name), mean_hotness=2663)
+            for name in items
+        ),
         numerical=("hour",),
     )
     numbers = (EventColumn("hist_action", FLOAT), EventColumn("hist_time", np.dtype(np.int64)))
     group = SequenceGroup(
         "history", tuple(f"hist_{name}" for name in items), 4086, numbers, "hist_time"
     )
-    spec = replace(spec, sequences=(group,))
+    return options, replace(spec, sequences=(group,))
+
+
+def test_the_published_model_has_its_size():
+    options, spec = published()
     check_model(options, spec)
     model = build_meta(options, spec)
 
@@ -303,6 +312,35 @@ def test_the_published_model_has_its_size():
     assert count(model.candidate) == 1_051_648
     assert count(model.head) == 264_193
     assert count(STULayer(8, 2, 4)) == 512
+    # GFLOP of a sample of 2,672 positions, of which the last layer needs one: products thrice, those of attention 3.5 times.
+    work = {name: count / 1e9 for name, count in model.activations().products.items()}
+    assert 3 * work["positions"] == pytest.approx(67.2, abs=0.05)
+    assert 3.5 * work["attention"] == pytest.approx(51.2, abs=0.05)
+    whole = build_meta(replace(options, last_layer_of_candidates=False), spec).activations()
+    assert 3 * whole.products["positions"] / 1e9 == pytest.approx(50.4 + 37.8, abs=0.1)
+    assert 3.5 * whole.products["attention"] / 1e9 == pytest.approx(76.8, abs=0.05)
+
+
+def test_the_published_model_begins_as_the_reference_does():
+    """Xavier normal inside the transducer, uniform in its layers and outside of it."""
+    model = HSTU(*published())
+    initialise_dense(model, 1)
+    bounds = {"places.positions": 8192**-0.5, "places.times": 2048**-0.5}
+    stds = {"actions.of_bits": 0.1, "actions.of_candidate": 0.1}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "biases")) or "norm.weight" in name:
+            assert (parameter == ("weight" in name)).all(), name
+            continue
+        xavier = math.sqrt(2 / sum(parameter.shape[-2:]))
+        if name.startswith(("layers", "candidate", "head")):
+            bounds[name] = xavier * math.sqrt(3)
+        if name in bounds:
+            assert parameter.abs().max().item() == pytest.approx(bounds[name], rel=0.05), name
+        std = bounds[name] / math.sqrt(3) if name in bounds else stds.get(name, xavier)
+        # Of so many numbers, within five errors.
+        error = 5 * std / math.sqrt(2 * parameter.numel())
+        assert parameter.std().item() == pytest.approx(std, abs=error), name
+        assert abs(parameter.mean().item()) < 5 * std / math.sqrt(parameter.numel()), name
 
 
 def test_a_layer_gives_the_values_and_gradients_of_the_reference():

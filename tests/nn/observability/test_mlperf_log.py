@@ -218,7 +218,7 @@ def test_the_log_is_hstus_or_dcnv2s():
 
 # Batch, rate, and the samples at which the rules have the first evaluation.
 DLRMV4 = {
-    8192: ([], 57_344_000),
+    8192: (["train.accumulate=4"], 57_344_000),
     16384: (["optimizer.lr=2e-6", "eval.every=140", "eval.first_step=4340"], 71_106_560),
     32768: (["optimizer.lr=4e-6", "eval.every=70", "eval.first_step=2870"], 94_044_160),
 }

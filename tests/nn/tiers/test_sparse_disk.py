@@ -89,7 +89,11 @@ def test_a_run_that_stops_and_resumes_has_the_bits_of_one_on_the_device(
     stored, full = float(found[1]), float(found[2])
     assert full == pytest.approx((ROWS + 1000) * 36 / 2**30, abs=6e-4)
     assert stored < full / 2
-    assert json.loads((run / "summary.json").read_text())["tier_disk_peak_bytes"] > 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["tier_disk_peak_bytes"] > 0
+    assert summary["tier_disk_full_bytes"] == (ROWS + 1000) * 36
+    # Of this process, which has torch.
+    assert 2**28 < summary["peak_host_bytes"] < 2**36
     stat = os.stat(run / "checkpoints" / "step_24" / "rank_00000.bin")
     assert stat.st_size > ROWS * 36
     assert 512 * stat.st_blocks < stat.st_size / 4

@@ -1,10 +1,15 @@
 """Event logs in windows, user by user in each: one capacity for distinct rows holds for nearly all batches."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.dataset.open_dataset import open_dataset
+from nn.checkpoint.tensor_index import read_index
 from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.training.step_runner import StepRunner
 from tests.helpers.command import run_command
@@ -15,6 +20,7 @@ from tests.helpers.preproc_command import preproc
 from tests.nn.training.test_accumulate import scores
 
 STEPS = 120
+STOP, END = 15, 20
 SIZES = "table_rows=[4000,500,1500,121,300,200,200,200,100,90,82]"
 
 
@@ -70,6 +76,62 @@ def test_chunks_of_an_evaluation_are_divided_by_the_longest_of_the_batch(log, nu
         assert most == 32 // num_ranks // 4
 
 
+ON_DISK = "sharding.tables={user_x_artist: {tier: disk, cache: 0.7}, item_id: table_wise}"
+# The benchmark's rates begin at 0 and stay below 1e-6.
+FAST = ["optimizer.lr=0.01", "scheduler.warmup_steps=4"]
+
+
+def losses_and_checkpoint(runs: list[list[str]], step: int) -> tuple[list[float], dict]:
+    """Start each run, of one directory, and return all losses and the tensors of a checkpoint."""
+    for options in runs:
+        ended = run_command(*options)
+        assert ended.exit_code == 0, ended.err
+    run = Path(next(option for option in runs[0] if option.startswith("run_dir="))[8:])
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    tensors = read_index(run / "checkpoints" / f"step_{step}").tensors
+    found = {name: np.concatenate([*tensor.blocks()]) for name, tensor in tensors.items()}
+    return [record["loss"] for record in records if "loss" in record], found
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_that_stops_inside_a_window_resumes_to_its_bits(log, num_ranks, tmp_path):
+    """With the benchmark's chunks, optimizers, and tables on disk."""
+    source = open_dataset(FeatureSpec.load(log))
+    uid = [feature.name for feature in source.spec.categorical].index("uid")
+    users = source.read("train", np.array([[0, END * 32]])).ids[uid]
+    # User by user inside a window: they descend where one begins.
+    ends = np.flatnonzero(np.diff(users) < 0) + 1
+    assert (ends < STOP * 32).any()
+    assert STOP * 32 not in ends
+    each = overrides(log, "train.accumulate=4", ON_DISK, *FAST, "log.every=1", "checkpoint.keep=2")
+    each += [f"sharding.disk_path={tmp_path / 'disk'}", "eval.max_steps=1"]
+    found = []
+    for name, stops in (("whole", [END]), ("parts", [STOP, END])):
+        run = [*each, f"run_dir={tmp_path / name}"]
+        runs = [[*run, f"train.max_steps={stop}"] for stop in stops]
+        found.append(run_distributed(losses_and_checkpoint, num_ranks, runs, END)[0])
+    (wanted, whole), (losses, parts) = found
+    assert losses == wanted
+    assert len(set(wanted)) == END
+    assert parts.keys() == whole.keys()
+    for name, values in whole.items():
+        np.testing.assert_array_equal(parts[name], values, err_msg=name)
+
+
+def test_chunks_ranks_and_tables_on_disk_train_as_the_whole(log, tmp_path):
+    """With the benchmark's optimizers: one update of the tables a step."""
+    each = overrides(log, *FAST, "model.attention_norm=capacity")
+    disk = [ON_DISK, f"sharding.disk_path={tmp_path}"]
+    cases = [each, [*each, "train.accumulate=4"], [*each, *disk]]
+    [(wanted, _), *others] = run_distributed(trained, 1, cases)[0]
+    for num_ranks in (2, 4):
+        more = ["train.accumulate=2", *(disk if num_ranks == 2 else [])]
+        others += run_distributed(trained, num_ranks, [[*each, *more]])[0]
+    assert len(set(wanted)) == 20
+    for losses, _ in others:
+        assert losses == pytest.approx(wanted, rel=1e-5)
+
+
 def trained(cases: list[list[str]]) -> list[tuple[list[float], int]]:
     """Return the losses of each case, and how many of its steps were launched operation by operation."""
     found = []
@@ -86,8 +148,7 @@ def trained(cases: list[list[str]]) -> list[tuple[list[float], int]]:
 @pytest.mark.parametrize("num_ranks", worlds(1, 2))
 def test_the_captured_step_trains_as_the_launched_one_and_as_cpus(log, num_ranks, tmp_path):
     """With the benchmark's chunks, attention, and tables on disk."""
-    on_disk = "sharding.tables={user_x_artist: {tier: disk, cache: 0.7}, item_id: table_wise}"
-    each = overrides(log, "train.accumulate=4", f"sharding.disk_path={tmp_path}", on_disk)
+    each = overrides(log, "train.accumulate=4", f"sharding.disk_path={tmp_path}", ON_DISK)
     captured = [[*each, *ON_GPU, f"train.amp={amp}"] for amp in ("bf16", "off")]
     launched = [[*case, "train.capture=false"] for case in captured]
     found = run_distributed(trained, num_ranks, [*captured, *launched])[0]

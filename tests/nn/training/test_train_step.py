@@ -18,6 +18,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Columns, DerivedSource
 from nn.build import open_source
 from nn.distributed.errors import DivergedError
+from nn.models.options import DCNv2Options, DLRMOptions
 from nn.sharding.batch_rows import BatchRows
 from nn.training.prefetch import Prefetcher
 from tests.helpers.composed import TINY, Built, build, compose_config, ranks_of_cpu, tiny
@@ -182,6 +183,7 @@ def test_the_loss_is_the_mean_over_the_rows_of_the_batch_and_not_over_its_paddin
 def reference_of(built: Built) -> Reference:
     """The plain model of `tests.reference` with the weights of an untrained run."""
     model, spec = built.config.model, built.source.spec
+    assert isinstance(model, DLRMOptions | DCNv2Options)
     cross = getattr(built.step.dense, "cross", None)
     reference = Reference(
         [feature.cardinality for feature in spec.categorical],
@@ -189,9 +191,9 @@ def reference_of(built: Built) -> Reference:
         model.embedding_dim,
         model.bottom_mlp,
         model.top_mlp,
-        None
-        if cross is None
-        else ReferenceCross(model.cross.num_layers, model.cross.projection_dim),
+        ReferenceCross(model.cross.num_layers, model.cross.projection_dim)
+        if isinstance(model, DCNv2Options)
+        else None,
     )
     weights = whole([parts(built)])
     for table, feature in zip(reference.tables, spec.categorical, strict=True):

@@ -126,11 +126,13 @@ def test_a_version_with_its_hot_rows_is_swapped_in_under_load(model, tmp_path, d
     assert (wanted["1"] - wanted["2"]).abs().max() > 0.01
     load = partial(GpuModel.load, max_batch=32, table_bytes=TABLE_BYTES["fp32"], device=device)
     versions = Versions(root, print, load=load, verify=False)
-    tables = versions.current.model._tables
+    served = versions.current.model
+    assert isinstance(served, GpuModel)
+    tables = served._tables
     assert any(table.cold is not None for table in tables)
     memory = [weakref.ref(table.hot) for table in tables]
     memory += [weakref.ref(table.cold) for table in tables if table.cold is not None]
-    del tables
+    del tables, served
     asked, wrong, is_over = Counter(), [], threading.Event()
 
     def ask() -> None:
