@@ -92,7 +92,6 @@ def _process() -> Iterator[None]:
 
 
 def _compare(run_dirs: Iterable[str]) -> None:
-    """Print the table of the jobs that have trained."""
     from compare.report import print_comparison
     from compare.run_record import RunRecord
     from nn.observability.console import make_console
@@ -227,10 +226,10 @@ def _run(composed: DictConfig) -> None:
             config = typed_config(composed, written, config)
             composed.model = OmegaConf.structured(config.model)
             from nn.build import global_batch_size
-            from nn.run import mode_of
+            from nn.run import MODES
 
             config.train.batch_size = composed.train.batch_size = global_batch_size(config)
-            run = _predict if config.mode is Mode.predict else mode_of(config)
+            run = _predict if config.mode is Mode.predict else MODES[config.mode]
         restore_signals()
         run(config, OmegaConf.to_yaml(composed, resolve=True))
 

@@ -6,15 +6,17 @@ if __name__ == "__main__":
 
     end_at_once_on_signals()
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from compare.arguments import with_runs
 from compare.report import print_comparison
 from compare.run_record import RunRecord, find_runs
 from compare.table import as_csv, as_json, names_of, rows_of
+from configs.arguments import quoted
 from configs.command_line import command
 from configs.console import command_console, print_line
 from configs.many_runs_schema import CompareConfig
+from configs.options import describe
 from configs.stop_signals import restore_signals
 
 
@@ -76,6 +78,24 @@ def _check_outputs(config: CompareConfig) -> None:
             raise ValueError(
                 f"{' and '.join(same)} name the same file, {path}; set another {option}"
             )
+
+
+def with_runs(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with all directories as one option, `runs`.
+
+    An argument is a directory if it names no option: no `=`, or one in the name of a path, such as `many/00-lr=0.1`.
+    """
+    names = {name for name, _ in describe(CompareConfig)}
+    directories: list[str] = []
+    others: list[str] = []
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        is_path = not equals or "/" in name or Path(argument).exists()
+        is_option = argument.startswith(("-", "hydra.")) or (equals and name.lstrip("+~") in names)
+        (directories if is_path and not is_option and argument else others).append(argument)
+    if not directories:
+        return others
+    return [*others, f"runs=[{','.join(map(quoted, directories))}]"]
 
 
 if __name__ == "__main__":

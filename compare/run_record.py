@@ -257,5 +257,4 @@ def _state(path: Path, summary: dict[str, Any], ended: dict[str, Any]) -> State:
 
 
 def _number(value: object) -> float | None:
-    """Return a finite number, or None."""
     return value if is_finite(value) else None

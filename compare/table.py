@@ -88,7 +88,6 @@ def names_of(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def title_of(group: Sequence[RunRecord]) -> str:
-    """Return the line above the table of a group."""
     data, identity, split, day, rows = group[0].measured_on.values()
     parts = [data if identity is None else f"{data} ({identity[:8]})", f"split {split}"]
     parts += [] if day is None else [f"day {day}"]

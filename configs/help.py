@@ -18,7 +18,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import groupby
 from pathlib import Path
@@ -105,12 +105,12 @@ def option_help(
     )
     meanings = dict(describe(schema, sections=sections))
     chosen = topics.choose(list(meanings))
-    titles = _titles(schema, sections)
+    types = type_hints(schema) | sections
     blocks = [group_help(word) for word in topics.words if word in topics.groups]
     for section, options in groupby(
         chosen, lambda option: option.partition(".")[0] if "." in option else ""
     ):
-        lines = [titles[section]] if section else []
+        lines = [f"{section}: {_first_sentence(types[section])}"] if section else []
         for option in options:
             value = OmegaConf.select(config, option, default=NOT_COMPOSED)
             if value is NOT_COMPOSED:
@@ -118,17 +118,6 @@ def option_help(
             lines += _entry(f"{option}={written(value)}", meanings[option])
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
-
-
-def _titles(schema: type, sections: Mapping[str, type]) -> dict[str, str]:
-    """Return the title of every section: its name, and the first sentence of its class's docstring."""
-    types = type_hints(schema) | dict(sections)
-    found = {}
-    for declared in fields(schema):
-        section = types[declared.name]
-        if isinstance(section, type) and is_dataclass(section):
-            found[declared.name] = f"{declared.name}: {_first_sentence(section)}"
-    return found
 
 
 def _first_sentence(section: type) -> str:

@@ -31,9 +31,7 @@ class CompareConfig:
 
 
 Sampler = StrEnum("Sampler", "tpe random grid qmc gp")
-"""Ways to choose the values of a trial."""
 Pruner = StrEnum("Pruner", "none reach median asha hyperband")
-"""Ways to end a trial that does not look promising."""
 
 
 @dataclass(kw_only=True, slots=True)

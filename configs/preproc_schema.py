@@ -14,11 +14,9 @@ from configs.table_schema import TableConfig
 
 Mode = StrEnum("Mode", "fit transform extend verify convert describe")
 Format = StrEnum("Format", "binary parquet")
-"""Output format of `mode=convert`."""
 Layout = StrEnum("Layout", "criteo mlperf table synthetic yambda")
 EngineName = StrEnum("EngineName", "duckdb spark")
 Split = StrEnum("Split", "fraction last_file")
-"""Division of `source` into training and test lines."""
 SplitName = StrEnum("SplitName", "train test validation")
 VocabularyRows = StrEnum("VocabularyRows", "train all")
 OnBad = StrEnum("OnBad", "fail skip quarantine")
@@ -218,7 +216,15 @@ class PreprocConfig(Section):
             (self.mode in (Mode.transform, Mode.extend)) == (self.fitted is not None),
             "mode=transform or mode=extend and fitted=DIR go together: DIR is the dataset whose fit is applied, or extended",
         )
-        self._check_extend()
+        require(
+            self.mode is Mode.fit or not self.rare_counts,
+            f"rare_counts=true is of mode=fit, and mode={self.mode.value} has no use of it; leave it out",
+        )
+        require(
+            self.mode is not Mode.extend or self.layout in (Layout.criteo, Layout.table),
+            f"mode=extend is for raw logs with vocabularies, not for layout={self.layout.value}; choose "
+            "dataset=criteo_kaggle, criteo_1tb or any",
+        )
         if isinstance(self.source, str) and self.source.startswith("kafka:"):
             self._check_topic()
         if self.mode is Mode.convert:
@@ -246,17 +252,6 @@ class PreprocConfig(Section):
             and self.one_split == "train",
             f"source={self.source}: want kafka://HOST:PORT/TOPIC, with mode=transform, split_name=train and a table with one "
             "source of files: ${source} and format: jsonl",
-        )
-
-    def _check_extend(self) -> None:
-        require(
-            self.mode is Mode.fit or not self.rare_counts,
-            f"rare_counts=true is of mode=fit, and mode={self.mode.value} has no use of it; leave it out",
-        )
-        require(
-            self.mode is not Mode.extend or self.layout in (Layout.criteo, Layout.table),
-            f"mode=extend is for raw logs with vocabularies, not for layout={self.layout.value}; choose "
-            "dataset=criteo_kaggle, criteo_1tb or any",
         )
 
     def _check_synthetic(self) -> None:

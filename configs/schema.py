@@ -37,7 +37,6 @@ from configs.options import (
 
 Mode = StrEnum("Mode", "train eval inference importance predict plan")
 Amp = StrEnum("Amp", "off bf16 fp16")
-"""Precision of the dense component."""
 Fp8 = StrEnum("Fp8", "off partial full")
 """Matrix products of wide layers in 8 bits: all three of a layer, or without the gradients of weights."""
 TableDtype = StrEnum("TableDtype", "fp32 bf16 fp16")
@@ -455,7 +454,14 @@ class OptimizerConfig(Section):
         )
         self._check_embedding_options()
         self._check_dense_options()
-        self._check_ftrl()
+        ignored = [
+            name for name, default in FTRL_DEFAULTS.items() if getattr(self, name) != default
+        ]
+        require(
+            not ignored or self.table_name == "ftrl" or is_import_path(self.table_name),
+            f"optimizer.{''.join(ignored[:1])} is of ftrl, and tables with {self.table_name} would ignore it; set "
+            "optimizer.embedding_name=ftrl, or leave it out",
+        )
 
     def _check_embedding_options(self) -> None:
         """Refuse values that are no numbers, or outside the bounds of the option that they replace."""
@@ -479,16 +485,6 @@ class OptimizerConfig(Section):
             require(name != "nesterov" or value in (0, 1), f"{key} must be 0 or 1, got {value}")
             if name in known:
                 check_bounds(key, value, known[name][1], float)
-
-    def _check_ftrl(self) -> None:
-        ignored = [
-            name for name, default in FTRL_DEFAULTS.items() if getattr(self, name) != default
-        ]
-        require(
-            not ignored or self.table_name == "ftrl" or is_import_path(self.table_name),
-            f"optimizer.{''.join(ignored[:1])} is of ftrl, and tables with {self.table_name} would ignore it; set "
-            "optimizer.embedding_name=ftrl, or leave it out",
-        )
 
     def _check_dense_options(self) -> None:
         """Refuse options that the dense component's optimizer would ignore; one outside the project may read any."""
@@ -941,7 +937,15 @@ class ShardingConfig(Section):
     )
 
     def check_relations(self) -> None:
-        self.tables = _table_overrides(self.tables)
+        overrides = {} if self.tables is None else self.tables
+        require(
+            isinstance(overrides, dict),
+            f"sharding.tables must map tables to sharding types, such as {{cat_0: row_wise}}, got {overrides}",
+        )
+        self.tables = {
+            table: _table_override(table, of) if isinstance(of, dict) else _type_of(table, of)
+            for table, of in overrides.items()
+        }
         require(
             Tier.device in self.tiers,
             f"sharding.tiers={[tier.value for tier in self.tiers]} must name device; {{cat_0: {{tier: host}}}} in "
@@ -976,17 +980,6 @@ class ShardingConfig(Section):
                 value is None or value * (1 - self.reserve) >= LEAST_GIB,
                 f"sharding.{name}={value} less sharding.reserve={self.reserve} leaves under a KiB for tables",
             )
-
-
-def _table_overrides(overrides: Any) -> dict[str, ShardingType | TableOverride]:
-    require(
-        overrides is None or isinstance(overrides, dict),
-        f"sharding.tables must map tables to sharding types, such as {{cat_0: row_wise}}, got {overrides}",
-    )
-    return {
-        table: _table_override(table, value) if isinstance(value, dict) else _type_of(table, value)
-        for table, value in (overrides or {}).items()
-    }
 
 
 def _type_of(table: str, kind: Any) -> ShardingType:
@@ -1280,7 +1273,6 @@ class Config(Section):
             require(is_met or not is_watched, f"data.watch_dir={data.watch_dir} wants {wanted}")
 
     def _check_day(self) -> None:
-        """Refuse a next day of a run that cannot have one."""
         require(
             not self.days or (self.day is not None and self.data.path is None),
             "days names several datasets; set day=next, and leave data.path out",

@@ -290,13 +290,6 @@ class SplitRule:
     train: float | None = None
     validation: float = 0.0
 
-    @classmethod
-    def of_test_files(cls, first: int) -> "SplitRule":
-        """Return the rule that tests on the rows of the files from number `first` on."""
-        return cls(
-            by="column", expression=f"CASE WHEN file_ >= {first} THEN 'test' ELSE 'train' END"
-        )
-
     @property
     def unused(self) -> list[str]:
         """Return the keys that are set and that `by` does not read."""
@@ -405,15 +398,12 @@ class TableConfig:
             )
         parsed = record_of(cls, content, "table")
         parsed.check()
-        return parsed._with_query()
-
-    def _with_query(self) -> "TableConfig":
-        """Return the description with a query if `order_by` orders the rows of a source, equal ones as in its files."""
-        if self.query or not self.order_by:
-            return self
-        (name,) = self.sources
-        order_by = [*self.order_by, "file_", "order_"]
-        return replace(self, query=f"SELECT * FROM {quoted(name)}", order_by=order_by)
+        if parsed.query or not parsed.order_by:
+            return parsed
+        # Equal rows of a source stay as they are in its files.
+        (name,) = parsed.sources
+        order_by = [*parsed.order_by, "file_", "order_"]
+        return replace(parsed, query=f"SELECT * FROM {quoted(name)}", order_by=order_by)
 
     @property
     def numerical_names(self) -> list[str]:
@@ -600,7 +590,6 @@ class TableConfig:
         )
 
     def _check_of(self, where: str, of: str) -> None:
-        """Raise ValueError unless `of` is a categorical feature with one value per row."""
         scalars = [feature.name for feature in self.categorical if not feature.is_list]
         kinds = {feature.name: "a list" for feature in self.categorical}
         kinds |= {feature.name: "a numerical feature" for feature in self.numerical}

@@ -71,7 +71,6 @@ TRANSFORMS = {
     "minmax": Transform(sql=_scaled, python=_python_scaled, fits="range"),
     "standardise": Transform(sql=_scaled, python=_python_scaled, fits="moments"),
 }
-"""The built-in ones."""
 
 
 def is_served(name: str) -> bool:

@@ -70,10 +70,8 @@ class SyntheticSource(Source):
     def teacher_auc(self, split: str = "test") -> float:
         """Return the AUC of the teacher's own logits on `split`, an upper bound for models."""
         columns, logits = self._make(split, np.arange(self.num_rows(split), dtype=np.uint64))
-        positive, negative = (
-            np.sort(logits[columns.labels == 1]),
-            np.sort(logits[columns.labels == 0]),
-        )
+        positive = np.sort(logits[columns.labels == 1])
+        negative = np.sort(logits[columns.labels == 0])
         below = negative.searchsorted(positive, "left") + negative.searchsorted(positive, "right")
         return float(below.sum() / 2 / len(positive) / len(negative))
 

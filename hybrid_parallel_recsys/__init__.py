@@ -61,7 +61,6 @@ MODULES = {
     "preprocess": "preproc.frames",
     "write_dataset": "dataloading.dataset.dataset_directory",
 }
-"""Module of each name."""
 PACKAGES = ("configs", "dataloading", "preproc", "nn")
 """What a program that uses them imports; commands have processes of their own."""
 HERE = Path(__file__).resolve().parent

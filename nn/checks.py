@@ -54,7 +54,6 @@ def open_checked(config: Config) -> Source:
 
 
 def _check_teachers(config: Config, spec: FeatureSpec) -> None:
-    """Raise ValueError for a teacher's scores that the training rows lack."""
     known = [column.name for column in spec.teachers]
     files = spec.splits.get(TRAIN_SPLIT)
     held = [name for name in known if files is None or name not in files.absent]

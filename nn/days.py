@@ -69,7 +69,15 @@ def train_days(composed: DictConfig, work: Callable[[DictConfig], None]) -> None
     while True:
         chain = days_to_train(find_days(composed.days), latest, is_complete=is_complete)
         if composed.watch_days is None:
-            _refuse_unreached(chain, composed.days)
+            if chain.unreached:
+                raise ValueError(
+                    f"days: {chain.unreached[0].path} follows neither the day that the run trained last nor another one of "
+                    "days; add what is missing, or leave it out"
+                )
+            if not chain.ahead:
+                raise ValueError(
+                    f"days={','.join(composed.days)}: no dataset of a day there; correct the paths"
+                )
         for day in chain.ahead:
             _train(composed, day, work, which=DayToTrain.next.value if has_begun else None)
             latest, has_begun, is_complete = day.lineage.identity, True, True
@@ -136,16 +144,6 @@ def days_to_train(days: Sequence[DayDataset], latest: str | None, *, is_complete
         seen.add(behind.path)
         behind = by_identity.get(behind.lineage.parent)
     return Chain(ahead, [day for day in days if day.path not in seen])
-
-
-def _refuse_unreached(chain: Chain, patterns: Sequence[str]) -> None:
-    if chain.unreached:
-        raise ValueError(
-            f"days: {chain.unreached[0].path} follows neither the day that the run trained last nor another one of days; add "
-            "what is missing, or leave it out"
-        )
-    if not chain.ahead:
-        raise ValueError(f"days={','.join(patterns)}: no dataset of a day there; correct the paths")
 
 
 def _fetch(run_dir: Path, mirror: str) -> None:

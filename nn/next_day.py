@@ -11,8 +11,7 @@ import numpy as np
 from configs.schema import Config, DayToTrain
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import changed_data
-from dataloading.dataset.source import Source
-from dataloading.known_ids_source import KnownIdsSource
+from dataloading.dataset.source import BatchTarget, Columns, DerivedSource, Source
 from dataloading.lineage import VOCABULARY, Lineage
 from dataloading.storage.local_copy import local_path
 from nn.build import open_source
@@ -61,7 +60,6 @@ def day_to_train(
 
 
 def _check_follows(config: Config, before: Day, now: Lineage, path: str | None) -> None:
-    """Refuse a dataset whose ids do not continue those of the run."""
     where = f"data.path={config.data.path}"
     may_allow = "or checkpoint.allow_changes=true if the ids that both have mean the same"
     if now.parent is None:
@@ -139,3 +137,20 @@ def _problem(path: str) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+class KnownIdsSource(DerivedSource):
+    """Rows of another source as a model of fewer ids sees them: new values are unknown to it.
+
+    `known`: rows of the model's table per feature; larger ids become 0, that of missing and unknown values.
+    """
+
+    def __init__(self, source: Source, known: Mapping[str, int]) -> None:
+        super().__init__(source)
+        self._known = [known[feature.name] for feature in source.spec.categorical]
+
+    def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
+        columns = self._source.read(split, runs, into)
+        for ids, known in zip(columns.ids, self._known, strict=True):
+            ids[ids >= known] = 0
+        return columns

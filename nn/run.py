@@ -1,4 +1,13 @@
-"""A run from its typed configuration: each mode is a file of `nn/modes/`."""
+"""A run from its typed configuration: each mode is a function, which takes it also as text for the run directory.
+
+They raise:
+    ValueError: an invalid option or input; raised on all ranks.
+    RankError: an error that one rank alone finds, such as a bad row.
+    DivergedError: the loss is not finite; raised on all ranks.
+    SharedError: an error that all ranks find while training, such as a checkpoint of another model.
+    LostRankError: another rank has ended.
+    StoppedError: a signal stopped the run; raised on all ranks.
+"""
 
 from collections.abc import Callable
 
@@ -16,19 +25,3 @@ MODES: dict[Mode, Callable[[Config, str], None]] = {
     Mode.importance: importance,
     Mode.inference: inference,
 }
-
-
-def mode_of(config: Config) -> Callable[[Config, str], None]:
-    """Return the function of `config.mode`; its caller calls it, so that few frames lie between the command and a step.
-
-    It takes the configuration, also as text for the run directory.
-
-    It raises:
-        ValueError: an invalid option or input; raised on all ranks.
-        RankError: an error that one rank alone finds, such as a bad row.
-        DivergedError: the loss is not finite; raised on all ranks.
-        SharedError: an error that all ranks find while training, such as a checkpoint of another model.
-        LostRankError: another rank has ended.
-        StoppedError: a signal stopped the run; raised on all ranks.
-    """
-    return MODES[config.mode]

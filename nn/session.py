@@ -42,7 +42,7 @@ from nn.distributed.preemption import Heartbeat
 from nn.distributed.process_group import Ranks, process_group, process_rank, ranks_from_environment
 from nn.loggers.choice import make_loggers
 from nn.models.description import describe_model
-from nn.models.metric import METRIC_FACTS, Metric, facts_of_metrics
+from nn.models.metric import METRIC_FACTS, METRICS, Metric, further_metrics
 from nn.models.registry import find_model
 from nn.models.tasks import metrics_of, tasks_of_run
 from nn.observability.console import make_console, make_logger, print_header, print_summary
@@ -328,8 +328,10 @@ def _environment(
     }
     if start.day.is_new:
         facts[DAY] = start.day.number
-    if metrics := facts_of_metrics(config.eval.metrics):
-        facts[METRIC_FACTS] = metrics
+    if others := [m for m in further_metrics(config.eval.metrics) if m not in METRICS]:
+        facts[METRIC_FACTS] = {
+            m.name: {"title": m.title, "larger_is_better": m.larger_is_better} for m in others
+        }
     return facts
 
 

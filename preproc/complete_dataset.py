@@ -188,7 +188,6 @@ def _write_report(directory: Path, written: WrittenColumns, frequency_limit: int
 
 
 def _metadata(config: PreprocConfig, written: WrittenColumns) -> dict[str, Any]:
-    """Return what the spec tells about the way the dataset was made."""
     metadata: dict[str, Any] = {
         "frequency_limit": config.frequency_limit,
         "vocabulary_rows": config.vocabulary.name,

@@ -100,7 +100,6 @@ def finish_dataset(
 
 
 def _files_of(spec: FeatureSpec, split: str) -> SplitFiles:
-    """Return the files of a split, by the names that this writer gives them."""
     assert spec.root is not None
     folder, absent = spec.root / split, spec.splits[split].absent
     events = {

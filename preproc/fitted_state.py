@@ -88,7 +88,6 @@ class FittedState:
 
 
 def vocabulary_name(feature: str) -> str:
-    """Return the path of a feature's vocabulary below its dataset."""
     return f"{VOCABULARY}/{feature}.parquet"
 
 
@@ -144,7 +143,6 @@ def described_rows(directory: Path, sources: Sequence[str]) -> TableConfig:
 
 
 def table_of(saved: object, path: Path) -> TableConfig:
-    """Return the description of rows as it was fitted."""
     saved = _mapping(saved, str(path))
     rows = _mapping(saved.get("rows"), f"{path}: rows")
     features = _mapping(saved.get("features"), f"{path}: features")

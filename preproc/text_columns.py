@@ -1,13 +1,12 @@
 """Record of the columns that were text when a fit read them: texts of `table.missing` are missing values in those."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from configs.messages import shown
 
 TEXT_TYPES = ("varchar", "string")
-"""Names of the type in SQL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +16,6 @@ class TextColumns:
     sources: Mapping[str, Mapping[str, bool]]  # columns of every source, by its name
     # columns of the query's result; without a query, those of the only source
     result: Mapping[str, bool]
-
-    @classmethod
-    def of_texts(cls, source: str, columns: Iterable[str]) -> "TextColumns":
-        """Return the only source of a fit, a text file with these columns."""
-        kinds = {name.lower(): True for name in columns}
-        return cls({source: kinds}, kinds)
 
     @classmethod
     def of(cls, saved: Any, where: str) -> "TextColumns":

@@ -304,7 +304,6 @@ class TransformedRows:
 
 
 def _last(lists: pa.ListArray, most: int) -> pa.ListArray:
-    """Return lists with their last `most` items."""
     values, ends = lists.values, np.asarray(lists.offsets)
     starts = np.maximum(ends[:-1], ends[1:] - most)
     # Items in front of a row's are those of no list.

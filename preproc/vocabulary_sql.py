@@ -28,11 +28,6 @@ def numerical(column: str) -> str:
     )
 
 
-def count_values(rows: str) -> str:
-    """Return a query (value, count) over the values in the relation `rows` that are not missing."""
-    return f"SELECT value, count(*) AS count FROM {rows} WHERE value IS NOT NULL GROUP BY value"
-
-
 def merge_counts(partial: str) -> str:
     """Return a query (value, count) that adds up the relation `partial` of the same columns."""
     return f"SELECT value, CAST(sum(count) AS BIGINT) AS count FROM {partial} GROUP BY value"

@@ -15,7 +15,7 @@ from sweep.plan import TrialPlan
 from sweep.space import Space, as_override
 from sweep.study import Study
 from sweep.trial import Ending, RunningTrial, mark_pruned, remove_checkpoints
-from sweep.trial_process import Process, Start, environment_of, stop
+from sweep.trial_process import Start, TrialProcess, environment_of, stop
 
 POLL_SECONDS = 0.25
 TRIALS, LOGS = "trials", "logs"
@@ -109,7 +109,7 @@ class Driver:
         texts = " ".join(as_override(option, value) for option, value in values.items())
         self.say(f"trial {trial.number} {how}: {texts}{'' if gpu is None else f' (GPU {gpu})'}")
 
-    def _start(self, running: RunningTrial) -> Process:
+    def _start(self, running: RunningTrial) -> TrialProcess:
         if running.process is not None:
             self.say(f"trial {running.trial.number}: its process was killed; it resumes")
         command = self.plan.command(running.values, running.run_dir)

@@ -259,7 +259,6 @@ def _spec_of(data: DataConfig) -> FeatureSpec:
 
 
 def _metrics(config: Config) -> list[Metric]:
-    """Return the metrics that a run measures."""
     labels: Sequence[RowColumn] = (RowColumn("label"),)
     if config.data.path is not None:
         labels = _spec_of(config.data).labels

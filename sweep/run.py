@@ -21,7 +21,7 @@ from sweep.plan import TEST, TrialPlan, plan_trials
 from sweep.results import SWEEP, TABLE, print_trials, rows_of, test_once, write_sweep
 from sweep.space import Space, grid_of, read_space
 from sweep.study import DATA, Study, check_same_data, keep_settings, settings_of
-from sweep.trial_process import Process, Start, TrialServer
+from sweep.trial_process import Start, TrialProcess, TrialServer
 
 
 def run_sweep(config: SweepConfig, console: Console, start: Start | None = None) -> None:
@@ -47,7 +47,7 @@ def run_sweep(config: SweepConfig, console: Console, start: Start | None = None)
         settings = settings_of(config, space, plan.metric, plan.split)
         keep_settings(directory, settings | {DATA: data})
 
-        def start_on_same_data(*command: Any) -> Process:
+        def start_on_same_data(*command: Any) -> TrialProcess:
             check_same_data(directory, data, plan.data_state())
             return start_trial(*command)
 
@@ -104,7 +104,6 @@ def _conclude(
     console: Console,
     start: Start,
 ) -> None:
-    """Print and write the results, and test the best trial."""
     rows = rows_of(directory, study, space)
     about = title_of({"recipe": study.config.recipe, "data": plan.data.path})
     console.print()

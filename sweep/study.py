@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -13,18 +13,41 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from configs.many_runs_schema import Sampler, SweepConfig
+from configs.many_runs_schema import Pruner, Sampler, SweepConfig
 from configs.options import require
 from dataloading.dataset.documents import read_json
 from dataloading.dataset.durable_files import AppendedFile, replace_text
 from dataloading.dataset.file_states import changed_data
 from nn.models.metric import Metric
-from sweep.proposals import promising_values, spread_values
-from sweep.pruner import pruner_of
+from sweep.proposals import best_until, gains, promising_values, spread_values
 from sweep.space import Space, as_plain, grid_of
 
 JOURNAL, SETTINGS, DATA = "journal.log", "settings.json", "data"
 MAX_STARTUP_TRIALS = 10
+LEAST_COMPLETE = 2
+"""Complete trials before the first one is ended by what they gained."""
+
+
+class ReachPruner(optuna.pruners.BasePruner):
+    """Ends a trial that would not reach the best one if it gained as much from now on as any complete trial did."""
+
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        last = trial.last_step
+        if last is None or len(complete) < LEAST_COMPLETE:
+            return False
+        sign = 1.0 if study.direction is optuna.study.StudyDirection.MAXIMIZE else -1.0
+        best = max(sign * (other.value or 0.0) for other in complete)
+        return best_until(trial, last, sign) + max(gains(complete, last, sign)) < best
+
+
+PRUNERS: dict[Pruner, Callable[[], optuna.pruners.BasePruner]] = {
+    Pruner.none: optuna.pruners.NopPruner,
+    Pruner.reach: ReachPruner,
+    Pruner.median: optuna.pruners.MedianPruner,
+    Pruner.asha: lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1),
+    Pruner.hyperband: optuna.pruners.HyperbandPruner,
+}
 
 
 class Study:
@@ -61,7 +84,7 @@ class Study:
             study_name="sweep",
             direction=self.direction,
             sampler=self._sampler(0),
-            pruner=pruner_of(config.pruner),
+            pruner=PRUNERS[config.pruner](),
             load_if_exists=True,
         )
 

@@ -19,7 +19,7 @@ from nn.models.metric import Metric
 from nn.observability.records import ENDED, METRICS, PRUNED
 from nn.observability.run_lock import is_running
 from nn.plots.series import is_finite
-from sweep.trial_process import Process, last_line
+from sweep.trial_process import TrialProcess, last_line
 
 CHECKPOINTS = "checkpoints"
 
@@ -41,9 +41,9 @@ class RunningTrial:
     log: Path
     gpu: str | None
     metric: Metric
-    start: Callable[["RunningTrial"], Process]
+    start: Callable[["RunningTrial"], TrialProcess]
     restarts: int
-    process: Process | None = None
+    process: TrialProcess | None = None
     problem: str = ""
     num_reported: int = 0
     _size: int = field(default=-1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nn.distributed.launcher import PR_SET_PDEATHSIG
 from sweep.gpus import VISIBLE
@@ -21,16 +21,7 @@ SAVE_SECONDS = 300
 LAST_LINE_BYTES = 8192
 
 
-class Process(Protocol):
-    """A process that has been started, such as `subprocess.Popen`."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return the exit code, -N after signal N; None while it runs."""
-
-
-Start = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+Start = Callable[[Sequence[str], Mapping[str, str], Path], "TrialProcess"]
 """(command, environment, log) -> its process, whose output is appended to the log."""
 
 
@@ -46,7 +37,9 @@ class TrialServer:
     def __init__(self) -> None:
         self._pipe: Connection | None = None
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], log: Path
+    ) -> "TrialProcess":
         """Start `python SCRIPT ...`, which ends with this process, also when this one is killed (Linux)."""
         if self._pipe is None:
             self._pipe, theirs = Pipe()
@@ -61,7 +54,7 @@ class TrialServer:
                 preexec_fn=end_with_parent,
             )
             theirs.close()
-        return _Trial(self, self.ask((command[1:], dict(environment), str(log))))
+        return TrialProcess(self, self.ask((command[1:], dict(environment), str(log))))
 
     def close(self) -> None:
         """End the server, whose processes must have ended."""
@@ -81,12 +74,13 @@ class TrialServer:
 
 
 @dataclass(slots=True)
-class _Trial:
+class TrialProcess:
     server: TrialServer
     pid: int
     _exit_code: int | None = None
 
     def poll(self) -> int | None:
+        """Return the exit code, -N after signal N; None while it runs."""
         if self._exit_code is None:
             self._exit_code = self.server.ask(self.pid)
         return self._exit_code
@@ -110,7 +104,7 @@ def environment_of(gpu: str | None, parallel: int) -> dict[str, str]:
     return environment if gpu is None else environment | {VISIBLE: gpu}
 
 
-def stop(processes: Sequence[Process], seconds: float = SAVE_SECONDS) -> None:
+def stop(processes: Sequence["TrialProcess"], seconds: float = SAVE_SECONDS) -> None:
     """Ask processes to save a checkpoint and exit, and kill those that have not after some time."""
     for process in processes:
         _signal(process, signal.SIGTERM)
@@ -123,7 +117,7 @@ def stop(processes: Sequence[Process], seconds: float = SAVE_SECONDS) -> None:
         time.sleep(0.05)
 
 
-def _signal(process: Process, signum: signal.Signals) -> None:
+def _signal(process: TrialProcess, signum: signal.Signals) -> None:
     if process.poll() is None:
         os.kill(process.pid, signum)
 

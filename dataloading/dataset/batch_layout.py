@@ -62,8 +62,6 @@ def first_ids(counts: Mapping[str, IdCount], batch_size: int) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a batch in its memory."""
-
     first: int  # byte
     shape: tuple[int, ...]
     dtype: np.dtype

@@ -13,8 +13,6 @@ from dataloading.dataset.sequences import SequenceGroup, row_of
 
 
 class GrowingFile(CountedFile):
-    """A column that is being written."""
-
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         super().__init__(path)
@@ -87,10 +85,8 @@ class EventWriter:
 
     def append_log(self, ids: Mapping[str, np.ndarray], events: Mapping[str, np.ndarray]) -> None:
         """Append events that are of no row yet."""
-        each, first = (
-            np.ones(np.size(ids.get(self.group.features[0], ())), np.int64),
-            self.num_events,
-        )
+        first = self.num_events
+        each = np.ones(np.size(ids.get(self.group.features[0], ())), np.int64)
         self.append(ids, events, each, None, lambda at: f"event {first + at}")
 
 
@@ -136,7 +132,6 @@ def file_name(name: str) -> str:
 
 
 def group_file_name(group: str, kind: str) -> str:
-    """Return the file name of the slices or the moments of a sequence group."""
     return f"{file_name(group).removesuffix('.bin')}.{kind}.bin"
 
 

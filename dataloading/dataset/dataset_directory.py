@@ -204,7 +204,6 @@ def write_dataset(
 
 
 def _check_spec(spec: FeatureSpec, splits: Sequence[str]) -> None:
-    """Raise ValueError if a dataset of these features and splits cannot be written."""
     reserved = {"rows", "files"} & set(spec.metadata)
     if reserved:
         raise ValueError(

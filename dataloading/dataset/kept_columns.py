@@ -85,8 +85,6 @@ class KeptColumns:
 
 
 class KeptWriter(PartWriter):
-    """Writes the kept columns of one split."""
-
     def __init__(self, root: Path, split: str, schema: pa.Schema) -> None:
         self._name = kept_file_name(split)
         path = root / self._name

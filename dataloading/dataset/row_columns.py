@@ -26,8 +26,6 @@ LABEL_DTYPE = np.dtype(np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class RowColumn:
-    """One number per row."""
-
     name: str  # of the column, unique among all features
     # what the number is. A row has one number per label, at most one weight and at most one keep
     # rate, and any scores of teachers.

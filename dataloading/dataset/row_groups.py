@@ -164,7 +164,6 @@ class Where:
     first_row: int = 0
 
     def row(self, index: int) -> str:
-        """Return the name of a row, for messages."""
         return f"row {self.first_row + index} of {self.path}"
 
     def numbers(self, table: pa.Table, name: str) -> np.ndarray:

@@ -19,8 +19,6 @@ EVENTS = "events"
 
 @dataclass(frozen=True, slots=True)
 class EventColumn:
-    """One number per event."""
-
     name: str
     # on disk: int8 to int64, float16 or float32; float32 in a batch
     dtype: np.dtype
@@ -142,7 +140,8 @@ class SequenceGroup:
                     f"'{column.name}': an event of {kind} {values[at]} at {where(row)}{moment}; want only events before the "
                     "moment of their row"
                 )
-            later = out_of_order(ages, lengths)
+            later = np.diff(ages, prepend=np.inf) > 0
+            later[(np.cumsum(lengths) - lengths)[lengths > 0]] = False  # the first event of a row
             if later.any():
                 at = int(later.argmax())
                 raise ValueError(
@@ -185,13 +184,6 @@ def seen_events(
 def ages_of(times: np.ndarray, moments: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the seconds from events to the moments of their rows, in float64, where a difference of int64 keeps its sign."""
     return np.subtract(np.repeat(moments, lengths), times, dtype=np.float64)
-
-
-def out_of_order(ages: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return which events are older than the one before in their row."""
-    older = np.diff(ages, prepend=np.inf) > 0
-    older[(np.cumsum(lengths) - lengths)[lengths > 0]] = False
-    return older
 
 
 def row_of(lengths: np.ndarray, index: int) -> int:

@@ -47,7 +47,6 @@ from nn.checkpoint.tensor_index import (
 )
 
 CHECKPOINTS, DELTAS = "checkpoints", "deltas"
-"""Folders of a run directory."""
 RUN_FILE = "run.json"
 FORMAT_VERSION = 1
 DELTA = "delta"

@@ -35,7 +35,6 @@ SPARSE_FORMAT = 2
 BLOCK_BYTES = 2**24
 """Bytes per read."""
 CHECKSUM_BYTES = 2**26
-"""Bytes per checksum."""
 THREADS = 4
 """Threads that write files, or read them to compare checksums."""
 

@@ -8,8 +8,6 @@ from nn.observers.observer import Loop, Observer, PendingCheckpoint
 
 
 class DeltaSaving(Observer):
-    """Saves the deltas of a run, every `every` steps."""
-
     def __init__(self, writer: DeltaWriter, every: int, heartbeat: Heartbeat) -> None:
         self._writer = writer
         self._every = every

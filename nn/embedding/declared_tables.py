@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 Tables = list["EmbeddingBagConfig"]
-"""Tables that a model declares."""
 
 
 def one_table_per_feature(
@@ -176,7 +175,6 @@ def table_of_feature(tables: Sequence[EmbeddingBagConfig]) -> dict[str, str]:
 
 
 def tables_of_feature(tables: Sequence[EmbeddingBagConfig]) -> dict[str, list[str]]:
-    """Return the tables of every feature, in the order of the tables."""
     tables_of: dict[str, list[str]] = {}
     for table in tables:
         for feature in table.feature_names:

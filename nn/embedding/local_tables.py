@@ -10,7 +10,7 @@ from torch import Tensor
 from configs.schema import OptimizerConfig
 from nn.embedding.id_blocks import IdBlock
 from nn.embedding.lookups import Lookup
-from nn.embedding.optimizer import ADDITION, table_rule, update_settings
+from nn.embedding.optimizer import table_rule, update_settings
 from nn.ops.host_copy import DeviceValues
 
 # G: samples, H: hotness of a lookup, N: total number of ids (sum of G * H over features), K: number of keys (sum of G * H over
@@ -148,10 +148,3 @@ class UpdateScalars:
     def load(self) -> None:
         """Queue the copy of the values to the device."""
         self._device_values.load()
-
-
-def addition_scalars(device: torch.device) -> UpdateScalars:
-    """Return the scalars of an update that adds gradients to a table: rate -1 of the rule `ADDITION`."""
-    scalars = UpdateScalars(ADDITION, 1.0, device)
-    scalars.set(0, -1.0)
-    return scalars

@@ -75,7 +75,12 @@ class FileRows:
             mine = np.flatnonzero((ids >= first_row) & (ids < first_row + num_rows))
             mine = mine[np.argsort(ids[mine])]
             values = torch.from_numpy(vectors[mine, columns]).to(dtype)
-            self._require_finite(values, ids[mine])
+            finite = values.isfinite().all(1)
+            if not finite.all():
+                raise ValueError(
+                    f"{self.key}: row {ids[mine][int(finite.int().argmin())]} is not finite in the table's {values.dtype}; "
+                    "correct the file"
+                )
             yield torch.from_numpy(ids[mine] - first_row), values
 
     def _of_rows(self, first: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -87,13 +92,6 @@ class FileRows:
         for begin in range(first, end, ROWS_AT_ONCE):
             ids = np.arange(begin, min(begin + ROWS_AT_ONCE, end))
             yield ids, of_file[begin : begin + len(ids)]
-
-    def _require_finite(self, rows: Tensor, ids: Sequence[int] | np.ndarray) -> None:
-        if not rows.isfinite().all():
-            row = ids[int((~rows.isfinite()).any(1).int().argmax())]
-            raise ValueError(
-                f"{self.key}: row {row} is not finite in the table's {rows.dtype}; correct the file"
-            )
 
     def _batches(
         self, wanted: Sequence[str], first: int = 0, end: int | None = None

@@ -130,13 +130,6 @@ def _joined(tables: Iterable[nn.Parameter], rule: TableRule) -> list[_Joined]:
     return found
 
 
-def table_optimizer(
-    tables: Iterable[nn.Parameter], config: OptimizerConfig
-) -> TableOptimizer | None:
-    tables = list(tables)
-    return TableOptimizer(tables, config) if tables else None
-
-
 @torch.no_grad()
 def update_rows(
     table: LocalTable,

@@ -154,7 +154,6 @@ class _WidthClass:
     def _numbers(
         self, own: Sequence[LocalTable], firsts: Sequence[PlacedLookup], hotness: Sequence[int]
     ) -> dict[str, Tensor]:
-        """Return the numbers of tables and of their first lookups."""
         reciprocals = [-(-(2**32) // max(abs(count), 1)) for count in hotness]
         return {
             "out_column": self._on_device([p.first_column for p in firsts], torch.int64),

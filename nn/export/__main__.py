@@ -31,7 +31,6 @@ def run(config: ExportConfig) -> None:
 
 
 def _summary(record: dict[str, Any], config: ExportConfig) -> str:
-    """Return what was written: numbers of tables and files, and tables without raw values."""
     tables, dense = record["tables"], record.get("dense", [])
     num_files = sum(map(len, tables.values())) + len(dense)
     parts = [f"{len(tables)} tables"] * bool(tables) + ["the dense component"] * bool(dense)

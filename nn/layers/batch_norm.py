@@ -158,10 +158,8 @@ class PartitionedNorm(PassLayer):
 
     def __init__(self, domains: int, columns: int) -> None:
         super().__init__()
-        self.scale, self.bias = (
-            nn.Parameter(torch.ones(columns)),
-            nn.Parameter(torch.zeros(columns)),
-        )
+        self.scale = nn.Parameter(torch.ones(columns))
+        self.bias = nn.Parameter(torch.zeros(columns))
         self.domain_scale = nn.Parameter(torch.ones(domains, columns))
         self.domain_bias = nn.Parameter(torch.zeros(domains, columns))
         self.register_buffer("running_mean", torch.zeros(domains, columns))

@@ -86,7 +86,6 @@ class Fp8Scales(PassLayer):
         self.largest.copy_(torch.cat([latest[None], self.largest[:-1]]))
 
     def training_state(self) -> dict[str, Tensor]:
-        """Return the largest values of the latest passes."""
         return {"largest": self.largest}
 
 

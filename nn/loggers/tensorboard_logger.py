@@ -5,28 +5,33 @@ tensorboard/train/  numbers of training records
 tensorboard/test/   numbers of evaluations
 """
 
+import os
+import socket
+import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.metadata import create_summary_metadata
+from tensorboard.summary.writer.record_writer import RecordWriter
 
+from dataloading.dataset.durable_files import AppendedFile
 from nn.loggers.run_logger import LoggedRun, flat_options
-from nn.loggers.tensorboard_events import TensorBoardEvents
 
 FOLDER = "tensorboard"
+PREFIX = "events.out.tfevents"
 HYPERPARAMETERS = ("recipe", "seed", "model", "optimizer", "scheduler", "train")
 """Options and sections that change what is learnt, and are no names of files."""
 
 
 class TensorBoardLogger:
-    """Logger to event files in the run directory."""
-
     def __init__(self) -> None:
-        self._events: dict[str, TensorBoardEvents] = {}
+        self._events: dict[str, _Events] = {}
         self._has_plain_loss = False
 
     def start(self, run: LoggedRun) -> None:
@@ -38,7 +43,7 @@ class TensorBoardLogger:
         purge_step = run.first_step if directory.exists() else None
         directory.mkdir(exist_ok=True)
         for group in ("", "train", "test"):
-            self._events[group] = TensorBoardEvents(directory / group, purge_step)
+            self._events[group] = _Events(directory / group, purge_step)
         options = self._events[""]
         options.add_summary(_text("config", run.config_yaml), run.first_step)
         values = dict(hyperparameters(run.config))
@@ -79,3 +84,51 @@ def _text(tag: str, yaml: str) -> Summary:
     value.tensor.tensor_shape.CopyFrom(TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]))
     value.tensor.string_val.append(tensor_text.encode())
     return Summary(value=[value])
+
+
+class _Events:
+    """A new event file in a directory, which is created; each record is in the file when its method returns.
+
+    TensorBoard's own writer is a thread: an error there, such as a full disk, ends in a traceback and reaches the run late.
+
+    TensorBoard leaves out what earlier files have from `purge_step` on; None keeps all.
+    """
+
+    def __init__(self, directory: Path, purge_step: int | None = None) -> None:
+        directory.mkdir(exist_ok=True)
+        # TensorBoard reads the files in the order of their names, also where the clock was set back between two starts.
+        times = [path.name.split(".")[3] for path in directory.glob(f"{PREFIX}.*.*")]
+        latest = max((int(text) for text in times if text.isdecimal()), default=0)
+        now = max(round(time.time()), latest + 1)
+        name = f"{PREFIX}.{now}.{socket.gethostname()}.{os.getpid()}"
+        attempt = 0
+        while (path := directory / f"{name}.{attempt}").exists():
+            attempt += 1
+        self._file = AppendedFile(path, is_text=False)
+        self._add(Event(file_version="brain.Event:2"))
+        if purge_step is not None:
+            self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
+        self._add(Event(step=step, summary=summary))
+
+    def add_summary(self, summary: Summary, step: int) -> None:
+        self._add(Event(step=step, summary=summary))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, event: Event) -> None:
+        event.wall_time = time.time()
+        RecordWriter(_Pieces(self._file)).write(event.SerializeToString())
+
+
+class _Pieces:
+    """The part of a stream that `RecordWriter` uses; a record is one write."""
+
+    def __init__(self, file: AppendedFile) -> None:
+        self._file = file
+
+    def write(self, piece: bytes) -> None:
+        self._file.append(piece)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
+from nn.distributed.process_group import Ranks
 from nn.metrics.grouped_auc import weighted_auc
-from nn.metrics.ranking import BLOCK_ROWS, Collectives, log_loss_sum, roc_auc
+from nn.metrics.ranking import BLOCK_ROWS, log_loss_sum, roc_auc
 
 
 class MeasuredRows:
@@ -120,7 +121,7 @@ class MeasuredRows:
 class RowGather:
     """Sums over ranks, and rows of all ranks on rank 0."""
 
-    def __init__(self, device: torch.device, collectives: Collectives) -> None:
+    def __init__(self, device: torch.device, collectives: Ranks) -> None:
         self._device = device
         self.collectives = collectives
 

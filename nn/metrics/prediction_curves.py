@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nn.metrics.ranking import BLOCK_ROWS, Collectives
+from nn.distributed.process_group import Ranks
+from nn.metrics.ranking import BLOCK_ROWS
 
 NUM_BUCKETS = 1000
 SAMPLED_ROWS = 8192
@@ -36,7 +37,7 @@ class ScoreBuckets:
 
 
 def score_buckets(
-    logits: Tensor, is_positive: Tensor, weights: Tensor | None, collectives: Collectives
+    logits: Tensor, is_positive: Tensor, weights: Tensor | None, collectives: Ranks
 ) -> ScoreBuckets:
     """Count all ranks' rows in buckets of scores, the same on each; logits, float32 [B], are finite and labels bool."""
     edges = _edges(logits, collectives)
@@ -55,7 +56,7 @@ def score_buckets(
     return ScoreBuckets(*counted[:, counted[0] > 0])
 
 
-def _edges(logits: Tensor, collectives: Collectives) -> Tensor:
+def _edges(logits: Tensor, collectives: Ranks) -> Tensor:
     """Return up to `NUM_BUCKETS` - 1 distinct scores, about equally many rows apart, the same on all ranks."""
     count = min(len(logits), SAMPLED_ROWS)
     # Each rank fills a row of its own, and the last column counts its samples.

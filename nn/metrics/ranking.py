@@ -1,7 +1,6 @@
 """Exact ROC AUC and log loss over the rows of all ranks, both from logits: neither needs the sigmoid."""
 
 import math
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,28 +14,6 @@ MOST_LATEST = 16
 """Batches that are kept as they come, with one launch each: the host of small steps has no time for more."""
 TRAIN_AUC_ROWS = 2**20
 """The training AUC of a record covers the last rows before it: sorting more rows takes time and adds little."""
-
-
-class Collectives(Protocol):
-    """The part of the process group that metrics use."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def gather(self, tensor: Tensor) -> list[Tensor] | None:
-        """Return every rank's tensor, all of one shape, in rank order on rank 0; None elsewhere."""
-        ...
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks, on every rank."""
-        ...
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's object on every rank."""
-        ...
 
 
 def roc_auc(scores: Tensor, labels: Tensor) -> float:

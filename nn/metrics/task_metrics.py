@@ -13,11 +13,12 @@ from torch import Tensor
 
 from configs.user_objects import described, has_raised, load_user_object
 from dataloading.batch import Batch
+from nn.distributed.process_group import Ranks
 from nn.metrics import measures
 from nn.metrics.late_auc import LateAuc
 from nn.metrics.measured_rows import MeasuredRows, RowGather
 from nn.metrics.prediction_curves import describe_predictions, score_buckets
-from nn.metrics.ranking import Collectives, KeptRows
+from nn.metrics.ranking import KeptRows
 from nn.models.metric import AUC, Metric
 from nn.models.tasks import Task, check_logits, column_of
 
@@ -33,7 +34,7 @@ class TaskMetrics:
         self,
         tasks: Sequence[Task],
         device: torch.device,
-        collectives: Collectives,
+        collectives: Ranks,
         *,
         has_weights: bool = False,
         while_training: bool = False,

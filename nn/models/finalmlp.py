@@ -1,17 +1,80 @@
 """FinalMLP: two MLPs with gated inputs and a bilinear fusion (arXiv:2304.00902)."""
 
+import math
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.interactions.bilinear_fusion import BilinearFusion
-from nn.layers.interactions.feature_gate import FeatureGate
+from nn.layers.initialization import truncated_normal_
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import chosen_features, in_table_order, rates
 from nn.models.model import Activations, VectorModel
 from nn.models.options import FinalMLPOptions
 
-# B: samples, N: numerical features
+# B: samples, N: numerical features, F: features, D: columns of a vector, H: heads, I and J: columns of the two streams
+
+
+class FeatureGate(nn.Module):
+    """Weights of all elements of the vectors e (section "Stream-Specific Feature Selection"): h = 2 sigmoid(Gate(x)) * e.
+
+    Gate is an MLP. Its input x is the embeddings of some features, or, without any, a learned vector.
+
+    F is `num_features`. D is `embedding_dim`.
+    """
+
+    def __init__(
+        self, positions: Sequence[int], num_features: int, embedding_dim: int, hidden: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self._positions = list(positions)
+        self.constant = None if positions else nn.Parameter(torch.zeros(1, embedding_dim))
+        self.gate = MLP(
+            max(len(positions), 1) * embedding_dim,
+            [*hidden, num_features * embedding_dim],
+            final_activation=False,
+        )
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Map vectors [B, F, D] to [B, F * D]."""
+        if self.constant is None:
+            x = torch.cat([vectors[:, position] for position in self._positions], dim=1)
+        else:
+            x = self.constant.to(vectors.dtype)
+        return 2 * torch.sigmoid(self.gate(x)) * vectors.flatten(1)
+
+
+class BilinearFusion(nn.Module):
+    """Multi-head bilinear fusion in heads of I/H and J/H columns (section "Stream-Level Interaction Aggregation").
+
+    logit = b + w_1^T o_1 + w_2^T o_2 + sum over heads of o_1h^T W_h o_2h
+
+    I is `first`. J is `second`. `heads`: H; it divides I and J.
+    """
+
+    def __init__(self, first: int, second: int, heads: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(first + second, 1)
+        self.product = nn.Parameter(torch.empty(heads, first // heads, second // heads))
+        self.initialise(torch.default_generator)
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the weights from a CPU generator as Glorot's normal, and set the bias to zero."""
+        truncated_normal_(
+            self.linear.weight, math.sqrt(2 / sum(self.linear.weight.shape)), generator
+        )
+        self.linear.bias.zero_()
+        truncated_normal_(self.product, math.sqrt(2 / sum(self.product.shape[1:])), generator)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        """Map o_1 [B, I] and o_2 [B, J] to logits [B]."""
+        heads = len(self.product)
+        left, right = (x.unflatten(1, (heads, -1)).transpose(0, 1) for x in (first, second))
+        products = (torch.bmm(left, self.product.to(left.dtype)) * right).float().sum((0, 2))
+        return self.linear(torch.cat([first, second], dim=1)).squeeze(1) + products
 
 
 class FinalMLP(VectorModel):

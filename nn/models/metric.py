@@ -151,20 +151,11 @@ def further_metrics(names: Sequence[str]) -> list[Metric]:
 
 
 METRIC_FACTS = "metrics"
-"""Key of `facts_of_metrics` in the first line of metrics.jsonl, if there are such metrics."""
-
-
-def facts_of_metrics(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the facts by which records of metrics from outside the project are read, without their code."""
-    return {
-        m.name: {"title": m.title, "larger_is_better": m.larger_is_better}
-        for m in further_metrics(names)
-        if m not in METRICS
-    }
+"""Key in the first line of metrics.jsonl: title and direction of metrics from outside, to read records without their code."""
 
 
 def metrics_of_facts(facts: object) -> list[Metric]:
-    """Return the metrics of `facts_of_metrics`, which a file has; what is damaged is left out."""
+    """Return the metrics of `METRIC_FACTS`, which a file has; what is damaged is left out."""
     return [
         Metric(
             name=str(name), title=str(values["title"]), larger_is_better=values["larger_is_better"]

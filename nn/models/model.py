@@ -151,10 +151,6 @@ class Model(nn.Module):
             if isinstance(layer, nn.Linear)
         ]
 
-    def columns_kept_by_layers(self) -> int:
-        """Return the columns that layers with `kept_columns` keep for the backward pass, beside linear layers' inputs."""
-        return sum(getattr(layer, "kept_columns", 0) for layer in self.modules())
-
     def saved_buffers(self) -> dict[str, Tensor]:
         """Return the persistent buffers by name, which checkpoints hold."""
         parameters = {name for name, _ in self.named_parameters()}

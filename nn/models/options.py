@@ -26,8 +26,6 @@ def rate(default: float, meaning: str) -> Any:
 
 @dataclass(kw_only=True, slots=True)
 class _TwoMLPOptions(ModelConfig):
-    """Options of a model with a bottom and a top MLP."""
-
     bottom_mlp: list[int] = widths(
         [512, 256, 128], "widths of the bottom MLP's layers", filled=True
     )
@@ -91,8 +89,6 @@ class DCNv2Options(_TwoMLPOptions):
 
 @dataclass(kw_only=True, slots=True)
 class _DeepOptions(ModelConfig):
-    """Options of the hidden layers of a model's MLPs."""
-
     hidden: list[int] = widths([400, 400, 400], "widths of the MLP's hidden layers")
     dropout: float = rate(0.0, "rate of the dropout after every hidden layer")
     batch_norm: bool = option(
@@ -277,8 +273,6 @@ OF_GROUP = "sequence group with the events; null: the only one"
 
 @dataclass(kw_only=True, slots=True)
 class _SequenceOptions(_DeepOptions):
-    """Options of a model that reads the events of a sequence group."""
-
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     sequence: str | None = option(None, OF_GROUP)
     item_features: list[str] = option(
@@ -288,13 +282,10 @@ class _SequenceOptions(_DeepOptions):
 
 
 Residual = StrEnum("Residual", "post_norm pre_norm gated")
-"""Ways to join a layer F of a transformer block to its input x."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _TransformerOptions(_SequenceOptions):
-    """Options of a model with transformer blocks over events."""
-
     blocks: int = option(1, "transformer blocks", most=1024, gt=0)
     heads: int = option(2, "heads of the attention", most=1024, gt=0)
     expansion: int = option(1, "hidden columns of a block, per column of a token", most=1024, gt=0)
@@ -345,7 +336,6 @@ class OneTransOptions(_SequenceOptions):
 
 
 Search = StrEnum("Search", "product hash")
-"""Similarities that the events of a long history are searched by."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -364,8 +354,6 @@ class SIMOptions(_SequenceOptions):
 
 @dataclass(kw_only=True, slots=True)
 class _TaskOptions(ModelConfig):
-    """Options of a model of several tasks."""
-
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     tower_hidden: list[int] = widths([64], "widths of the hidden layers of every task's tower")
     dropout: float = rate(0.0, "rate of the dropout after every hidden layer")

@@ -92,7 +92,12 @@ def _refuse_options_of_others(name: str, written: Sequence[WrittenOption]) -> No
     own = {declared.name for declared in fields(find_options(name))}
     for written_as, where, _ in written:
         option = written_as.split(".")[1]
-        others = [] if option in own else models_with(option)
+        others = [
+            other
+            for other in MODELS
+            if option not in own
+            and option in {declared.name for declared in fields(find_options(other))}
+        ]
         options = sorted(options_of_own_models()) if others else []
         if others and not any(
             f"{known}.".startswith(f"{written_as}.") or written_as.startswith(f"{known}.")
@@ -104,14 +109,6 @@ def _refuse_options_of_others(name: str, written: Sequence[WrittenOption]) -> No
                 f"{where}{written_as} is an option of {', '.join(others)}, and model.name={name} has none of this name; "
                 f"leave it out, or choose another model (--help model lists the options of this one)"
             )
-
-
-def models_with(option: str) -> list[str]:
-    return [
-        name
-        for name in MODELS
-        if option in {declared.name for declared in fields(find_options(name))}
-    ]
 
 
 def model_options(composed: DictConfig) -> ModelConfig:

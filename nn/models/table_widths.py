@@ -61,8 +61,6 @@ def tables_of_widths(tables: Tables, options: ModelConfig, spec: FeatureSpec) ->
 
 
 class Projection(nn.Linear):
-    """Projection of the vectors of a table, without a bias."""
-
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs, bias=False)
 

@@ -1,12 +1,20 @@
-"""`mode=inference`: latencies of the forward pass."""
+"""`mode=inference`: latency and throughput of the forward pass with id exchange; batches are on the device already."""
 
-from configs.schema import Config
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.schema import Config, InferenceConfig
+from dataloading.batch import Batch
 from dataloading.loader import LoaderSettings
 from nn.build import loader_of_rank
 from nn.checks import count, sizes_to_time
-from nn.modes.latency import measure
+from nn.distributed.process_group import Ranks
 from nn.observability.console import print_inference
 from nn.session import open_session
+from nn.training.train_step import TrainStep
 
 
 def inference(config: Config, config_yaml: str) -> None:
@@ -32,3 +40,38 @@ def inference(config: Config, config_yaml: str) -> None:
             results.append(measure(session.step, batch, config.inference, ranks))
         print_inference(session.console, results)
         session.finish({"inference": results})
+
+
+def measure(step: TrainStep, batch: Batch, config: InferenceConfig, ranks: Ranks) -> dict[str, Any]:
+    """Time the forward pass of one batch.
+
+    Returns `batch_size` (global), `samples_per_s`, and `p50_ms`, `p90_ms`, `p99_ms` of single, synchronised passes.
+    """
+    for _ in range(config.warmup_steps):
+        _forward(step, batch)
+    latencies_ms = torch.tensor([_timed_ms(step, batch, ranks) for _ in range(config.steps)])
+    p50, p90, p99 = torch.quantile(latencies_ms, torch.tensor([0.5, 0.9, 0.99])).tolist()
+    return {
+        "batch_size": batch.global_valid,
+        "samples_per_s": batch.global_valid * 1e3 / latencies_ms.mean().item(),
+        "p50_ms": p50,
+        "p90_ms": p90,
+        "p99_ms": p99,
+    }
+
+
+def _timed_ms(step: TrainStep, batch: Batch, ranks: Ranks) -> float:
+    _synchronize(ranks)
+    start = time.perf_counter()
+    _forward(step, batch)
+    _synchronize(ranks)
+    return (time.perf_counter() - start) * 1e3
+
+
+def _forward(step: TrainStep, batch: Batch) -> Tensor:
+    return step.predict(*step.runner.start(batch))
+
+
+def _synchronize(ranks: Ranks) -> None:
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize(ranks.device)

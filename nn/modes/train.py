@@ -30,18 +30,11 @@ from nn.hypertune import hypertune_report
 from nn.modes.day_scores import DayScores
 from nn.modes.finish import finish_training, finishes_writing
 from nn.next_day import retired_rows
-from nn.observability.mlperf_log import (
-    MLPERF_LOG,
-    RESUMED,
-    MlperfLog,
-    machine_name,
-    now_ms,
-    settings_of,
-)
+from nn.observability.mlperf_log import MLPERF_LOG, RESUMED, MlperfLog, now_ms, settings_of
 from nn.observability.numerical_ranges import range_note
 from nn.observability.progress import Progress
 from nn.observability.time_left import TimeLeft
-from nn.observers.choice import Observers, make_observers
+from nn.observers.choice import Observers, make_observer
 from nn.observers.observer import Observer
 from nn.resume import ResumePoint, tidy
 from nn.session import Session, open_session
@@ -80,7 +73,7 @@ def open_training(
     loader = session.loaders.train
     assert loader is not None
     last_step = start.day.last_step(config, loader.steps_per_epoch)
-    users = make_observers(config.log.observers) | dict(observers or {})
+    users = {name: make_observer(name) for name in config.log.observers} | dict(observers or {})
     with ExitStack() as stack:
         # Before any row is read, since its clock starts there.
         mlperf = stack.enter_context(_mlperf_log(session, started_ms))
@@ -221,10 +214,11 @@ def _mlperf_settings(session: Session) -> dict[str, Any]:
     if config.eval.max_steps is not None:
         rows = min(rows, config.eval.max_steps * config.eval.batch_size)
     on_gpu = ranks.device.type == "cuda"
-    gpu = torch.cuda.get_device_name(ranks.device) if on_gpu else None
+    gpu = torch.cuda.get_device_name(ranks.device) if on_gpu else "CPU"
+    num_hosts = ranks.world_size // ranks.local_world_size
     return settings_of(
         config,
-        machine=machine_name(ranks.world_size, ranks.world_size // ranks.local_world_size, gpu),
+        machine=f"{num_hosts}x{ranks.world_size // num_hosts}x{gpu}",
         train_rows=session.source.num_rows(TRAIN_SPLIT),
         eval_rows=rows,
         on_gpu=on_gpu,

@@ -18,15 +18,12 @@ from dataloading.dataset.durable_files import AppendedFile
 from nn.observers.observer import Loop, Observer
 
 MLPERF_LOG = "mlperf.log"
-"""File of a run directory."""
 BENCHMARKS = {"hstu": "dlrmv4", "dcnv2": "dlrm_dcnv2"}
-"""Benchmarks by the names of their models."""
 
 OPTIMIZERS = {"adam": "Adam", "rowwise_adagrad": "RowWiseAdagrad"}
 """Names that the rules of `dlrmv4` have for optimizers."""
 
 POINT, START, STOP = "POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"
-"""Types of events."""
 
 RESUMED = (
     "log.mlperf: this run starts from a checkpoint, and a benchmark's run is one contiguous period from new weights to "
@@ -38,11 +35,6 @@ RESUMED = (
 def now_ms() -> int:
     """Return milliseconds since the epoch, the clock of all lines."""
     return time.time_ns() // 1_000_000
-
-
-def machine_name(world_size: int, num_hosts: int, gpu: str | None) -> str:
-    """Name the machines of a run, such as `1x8xNVIDIA H200`: hosts, ranks per host, GPU."""
-    return f"{num_hosts}x{world_size // num_hosts}x{gpu or 'CPU'}"
 
 
 def settings_of(

@@ -228,7 +228,6 @@ def is_number(value: float | None) -> bool:
 
 
 def shown_number(value: float | None, form: str = ".4f", missing: str = "n/a") -> str:
-    """Return a number as text, or what stands for a missing one."""
     return format(value, form) if is_number(value) else missing
 
 

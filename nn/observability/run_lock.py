@@ -118,19 +118,13 @@ def _lock(run_dir: Path) -> int:
             locked = run_dir / LOCK_FILE
             return lock_file(locked)
     except BlockingIOError:
+        # Its id is unknown on another host, in another container and without Linux.
+        pid = _listed_holder(locked.stat().st_ino)
+        holder = "a process of another host or container" if pid is None else f"process {pid}"
         raise ValueError(
-            f"run_dir={run_dir} is in use: {_holder_of(locked)} is writing to it; wait until it ends, stop it (SIGTERM "
-            "saves a checkpoint), or set another run_dir"
+            f"run_dir={run_dir} is in use: {holder} is writing to it; wait until it ends, stop it (SIGTERM saves a "
+            "checkpoint), or set another run_dir"
         ) from None
-
-
-def _holder_of(locked: Path) -> str:
-    """Name the process that has locked a file or directory.
-
-    Its id is unknown on another host, in another container and without Linux.
-    """
-    pid = _listed_holder(locked.stat().st_ino)
-    return "a process of another host or container" if pid is None else f"process {pid}"
 
 
 def _listed_holder(inode: int) -> int | None:

@@ -8,15 +8,8 @@ from nn.distributed.errors import EndOfRunError, RankError
 from nn.observers.observer import Observer
 
 
-def make_observers(names: Sequence[str]) -> dict[str, Observer]:
-    """Return the observers that `log.observers` names, by these names; all ranks must call it.
-
-    Raises ValueError: `package.module:NAME` is no observer.
-    """
-    return {name: _made(name) for name in names}
-
-
-def _made(name: str) -> Observer:
+def make_observer(name: str) -> Observer:
+    """Return an observer that `log.observers` names; ValueError: `package.module:NAME` is none."""
     option = f"log.observers={name}"
     make = load_user_object(name, "log.observers")
     try:

@@ -25,8 +25,6 @@ def dropout_key(seed: int, layer: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DropoutMask:
-    """Mask of a layer in the current pass."""
-
     key: int
     rate: float  # probability that an element is dropped, above 0 and below 1
     step: Tensor  # number of earlier updates, integer [1]

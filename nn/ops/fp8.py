@@ -26,8 +26,6 @@ SMALLEST = 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The scale of a matrix, on its device."""
-
     factor: Tensor  # float32 [1], a power of two; stored = value * factor
     inverse: Tensor  # 1 / factor, at a multiple of 16 bytes
     # float32 [1], raised to the largest absolute value of the matrix; None if nobody reads it

@@ -10,11 +10,6 @@ import torch
 SYSFS = Path("/sys")
 
 
-def gpu_cpus(device: int, sysfs: Path = SYSFS) -> set[int]:
-    """Return the CPUs near a GPU on which this process may run; none if the system does not tell."""
-    return cpus_near(pci_address(device), sysfs)
-
-
 def pci_address(device: int) -> str:
     """Return the PCI address of a GPU, as the kernel writes it."""
     # The stubs of torch lack it.
@@ -33,6 +28,7 @@ def node_near(pci_address: str, sysfs: Path = SYSFS) -> int | None:
 
 
 def cpus_near(pci_address: str, sysfs: Path = SYSFS) -> set[int]:
+    """Return the CPUs near a device on which this process may run; none if the system does not tell."""
     node = node_near(pci_address, sysfs)
     if node is None:
         return set()

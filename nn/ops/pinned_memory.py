@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from nn.ops.numa_node import gpu_cpus
+from nn.ops.numa_node import cpus_near, pci_address
 
 REGISTERED_BYTES = 2**24
 """Tensors of at least this size lie in mmapped pages, which are pinned in place."""
@@ -31,7 +31,7 @@ def pinned_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     with suppress(OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     memory = torch.frombuffer(pages, dtype=dtype).view(tuple(shape))
-    with touching_threads(gpu_cpus(torch.cuda.current_device())) as pool:
+    with touching_threads(cpus_near(pci_address(torch.cuda.current_device()))) as pool:
         list(pool.map(Tensor.zero_, memory.view(-1).chunk(TOUCHING_THREADS)))
     cudart, address = torch.cuda.cudart(), memory.data_ptr()
     torch.cuda.check_error(int(cudart.cudaHostRegister(address, memory.nbytes, 0)))

@@ -119,8 +119,6 @@ def _messages(
 
 
 class _Pairs(Enum):
-    """Ranks that exchange something."""
-
     all_ranks = auto()
     of_group = auto()
     of_shard = auto()  # the owners of one shard in all groups

@@ -489,7 +489,7 @@ def _pass_over(
     layers = model.linear_layers()
     # What backward needs again: the input of every layer, which is the output of the one before.
     saved = sum(before for before, _ in layers) + model.activations().backward_columns
-    saved += model.columns_kept_by_layers()
+    saved += sum(getattr(layer, "kept_columns", 0) for layer in model.modules())
     # Of one layer's output and of its input.
     gradients = max((2 * max(layer) for layer in layers), default=0)
     if config.train.fp8 is not Fp8.off:

@@ -36,19 +36,14 @@ def kept_rows(
     the first one. Raises ValueError: the dataset does not keep one of them.
     """
     kept = KeptColumns(root, split, num_rows)
-    check_names(names, kept.names, f"{root}, split '{split}',")
+    for name in names:
+        if name not in kept.names:
+            listed = shortened(", ".join(map(printable, kept.names)), 300) or "none"
+            raise ValueError(
+                f"predict.columns: {root}, split '{split}', keeps no column {shown(name)}, only {listed}; name the column in "
+                "table.keep when preprocessing, or leave predict.columns out for row numbers"
+            )
     return NamedRows(
         tuple(kept.read(0, 0, names).schema),
         lambda start, stop: kept.read(first + start, first + stop, names).columns,
     )
-
-
-def check_names(names: Sequence[str], kept: Sequence[str], where: str) -> None:
-    """Raise `ValueError` unless all `names` are among the columns that `where` keeps."""
-    for name in names:
-        if name not in kept:
-            listed = shortened(", ".join(map(printable, kept)), 300) or "none"
-            raise ValueError(
-                f"predict.columns: {where} keeps no column {shown(name)}, only {listed}; name the column in table.keep when "
-                "preprocessing, or leave predict.columns out for row numbers"
-            )

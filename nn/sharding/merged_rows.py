@@ -36,6 +36,7 @@ class RowSums:
         device: torch.device,
     ) -> None:
         self._bags_of, self._shape, self._device = bags_of, shape, device
+        self._always = torch.ones(1, dtype=torch.int32, device=device)
 
     @cached_property
     def _sums(self) -> Tensor:
@@ -44,10 +45,6 @@ class RowSums:
     @cached_property
     def _bags(self) -> LocalEmbeddingBags:
         return self._bags_of(self._sums)
-
-    @cached_property
-    def _always(self) -> Tensor:
-        return torch.ones(1, dtype=torch.int32, device=self._device)
 
     def take_sorted(self, ids: Tensor, keys: Tensor, order: Tensor) -> SortedIds:
         return self._bags.take_sorted(ids, keys, order)

@@ -19,7 +19,6 @@ from nn.tiers.initial_rows import InitialRows
 from nn.tiers.row_store import WEIGHT
 
 ON_DEVICE, IN_HOST_MEMORY, ON_DISK = "device", "host", "disk"
-"""Memories of the rows of a shard."""
 FILLED_ROWS = 2**18
 """Rows of a table in host memory that a GPU fills at once."""
 

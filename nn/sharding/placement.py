@@ -13,7 +13,7 @@ from nn.distributed.all_to_all import AllToAll, OneHop, TwoHops, has_two_hops
 from nn.distributed.process_group import Ranks, open_channel
 from nn.embedding.embedding_bags import LocalEmbeddingBags
 from nn.embedding.id_blocks import IdBlock
-from nn.embedding.local_tables import LocalTable, UpdateScalars, addition_scalars
+from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.lookups import Lookup
 from nn.embedding.optimizer import ADDITION
 from nn.embedding.touched_rows import TouchedRows
@@ -179,8 +179,9 @@ class RankTables:
         self, tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock], num_samples: int
     ) -> LocalEmbeddingBags:
         """Return what looks up tables and adds gradients to them: an update with learning rate -1."""
-        adding = replace(self, config=ADDITION, scalars=addition_scalars(self.ranks.device))
-        return adding.bags(tables, blocks, num_samples)
+        scalars = UpdateScalars(ADDITION, 1.0, self.ranks.device)
+        scalars.set(0, -1.0)
+        return replace(self, config=ADDITION, scalars=scalars).bags(tables, blocks, num_samples)
 
 
 def place(

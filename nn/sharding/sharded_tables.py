@@ -22,7 +22,7 @@ from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.multi_hot import MultiHot
 from nn.embedding.optimizer import table_rule
 from nn.embedding.pretrained import FileRows
-from nn.embedding.torch_optimizer import table_optimizer
+from nn.embedding.torch_optimizer import TableOptimizer
 from nn.embedding.touched_rows import TouchedReplicas
 from nn.layers.sequence_events import SequenceTables
 from nn.sharding.owned_shard import OwnedShard, adjacent, allocate_shards, fill_shard
@@ -69,8 +69,9 @@ class ShardedTables:
             self._fill()
             undo.pop_all()
         self.scalars = UpdateScalars(config, 1 / settings.loss_scale, device)
-        self._replicas_optimizer = table_optimizer(self._replicas.values(), config)
-        replicas = [replica.detach() for replica in self._replicas.values()]
+        trained = list(self._replicas.values())
+        self._replicas_optimizer = TableOptimizer(trained, config) if trained else None
+        replicas = [replica.detach() for replica in trained]
         placement = place(tables, by_rank, self._own, replicas, self.tier, settings.seed)
         self._placement = placement
         self.keys_of = keyed_tables(declared, spec)

@@ -189,15 +189,12 @@ class HostTier:
 
     def local_table(self, index: int, table: LocalTable) -> LocalTable:
         """Return a table with all its rows as one with the arena as its memory; its ids are slots."""
-        shard = self._shards[index]
-        return self._slot_table([index], table, shard.first_row)
+        return self.joined_table([index], table, self._shards[index].first_row)
 
-    def joined_table(self, indices: Sequence[int], table: LocalTable) -> LocalTable:
-        """Return shards of one width and memory, one behind the other, as a table whose rows are numbered shard after shard."""
-        return self._slot_table(indices, table, 0)
-
-    def _slot_table(self, indices: Sequence[int], table: LocalTable, first_row: int) -> LocalTable:
-        """Return a table of adjacent shards, whose first one has the table's row `first_row`."""
+    def joined_table(
+        self, indices: Sequence[int], table: LocalTable, first_row: int = 0
+    ) -> LocalTable:
+        """Return shards of one width and memory, one behind the other, as a table whose rows count on from `first_row`."""
         group, first = self._group_and_row[indices[0]]
         arena = self._groups[group].store.arena
         num_rows = 0

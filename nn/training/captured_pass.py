@@ -23,8 +23,6 @@ class PassFunction(Protocol):
 
 
 class LaunchedPass:
-    """A pass whose operations are launched one by one."""
-
     graph = None
 
     def __init__(self, function: PassFunction) -> None:

@@ -1,10 +1,28 @@
-"""The capacity for ragged ids of a batch, which all ranks must have alike."""
+"""The capacity for ragged ids of a batch, which all ranks must have alike, and the warning that one does not fit the step."""
+
+import logging
 
 from dataloading.batch import Batch
 from dataloading.dataset.batch_layout import BatchLayout
 from nn.distributed.process_group import HostChannel, Ranks
 from nn.sharding.sharded_tables import ShardedTables
-from nn.training.slow_batch_warning import SlowBatchWarning
+
+
+class SlowBatchWarning:
+    """Says once, on rank 0, why batches are launched operation by operation; says nothing on CPUs, where no step is captured."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._is_due = ranks.is_rank0 and ranks.device.type == "cuda"
+
+    def __call__(self, reason: str) -> None:
+        """Warn, unless this warning has been given before. `reason`: "a batch has more ... than ..."."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        logging.getLogger(__name__).warning(
+            f"{reason}; such batches are trained operation by operation, which is slower. If their ids or lengths follow "
+            "their order, set data.shuffle_block"
+        )
 
 
 class SharedCapacity:

@@ -16,8 +16,7 @@ from nn.sharding.request_capacity import RequestCapacity
 from nn.sharding.sharded_tables import ShardedTables
 from nn.tiers.read_ahead import Need
 from nn.training.pass_context import PassContext
-from nn.training.shared_capacity import SharedCapacity
-from nn.training.slow_batch_warning import SlowBatchWarning
+from nn.training.shared_capacity import SharedCapacity, SlowBatchWarning
 from nn.training.step_builder import StepBuilder
 
 

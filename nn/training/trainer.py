@@ -308,7 +308,6 @@ class Trainer:
             self._batches.close()
 
     def auc_of(self, record: Mapping[str, Any]) -> float:
-        """Return the AUC that stands for the run in an evaluation."""
         return record[self.auc_key(record)]
 
     def auc_key(self, test: Mapping[str, Any]) -> str:

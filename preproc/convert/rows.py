@@ -62,7 +62,6 @@ class SourceRows:
         return range(0, self._source.num_rows(split), CHUNK_ROWS)
 
     def _chunk(self, split: str, start: int) -> Chunk:
-        """Return the rows of `split` from one on."""
         runs = np.array([[start, min(start + CHUNK_ROWS, self._source.num_rows(split))]])
         columns, spec = read_with_keys(self._source, split, runs), self.spec
         ids, lengths = {}, {}

@@ -217,6 +217,7 @@ def _write(
         report = pool.submit(draw_report, *drawn)
         _write_plain(dataset, work, store, splits, summaries)
         report.result()
+    are_text = {name.lower(): True for name in COLUMNS}
     written = WrittenColumns(
         categorical=[CategoricalFeature.of(name, encoded[name].kept + 1) for name in CATEGORICAL],
         files=work.state["files"],
@@ -227,7 +228,7 @@ def _write(
         counted=config.vocabulary.name,
         rows=RowCounts(num_rows + work.state["parse"]["bad"], num_rows, work.state["parse"]["bad"]),
         source_columns={name: "label" if name == LABEL else "feature" for name in COLUMNS},
-        text_columns=TextColumns.of_texts(next(iter(table.sources)), COLUMNS),
+        text_columns=TextColumns({name: are_text for name in table.sources}, are_text),
         read=read,
     )
     complete_dataset(written, config, table, work, progress)

@@ -24,10 +24,6 @@ BUCKET_ROWS = 1 << 22
 CHUNK_ROWS = 1 << 21
 
 
-def num_buckets(num_rows: int) -> int:
-    return -(-num_rows // BUCKET_ROWS)
-
-
 def buckets_of(seed: int, start: int, stop: int, buckets: int) -> np.ndarray:
     """Return the bucket of each row from `start` to `stop`, uint16."""
     numbers = uniform(stream_key("shuffle", seed, buckets), np.arange(start, stop, dtype=np.uint64))
@@ -105,7 +101,7 @@ class _Shuffle:
     def __init__(self, num_rows: int, seed: int) -> None:
         self._num_rows = num_rows
         self._seed = seed
-        self._buckets = num_buckets(num_rows)
+        self._buckets = -(-num_rows // BUCKET_ROWS)
         self._sizes = np.zeros(self._buckets, np.int64)
         for start in range(0, num_rows, CHUNK_ROWS):
             dealt = buckets_of(seed, start, min(start + CHUNK_ROWS, num_rows), self._buckets)

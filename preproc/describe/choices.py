@@ -63,7 +63,13 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
     likeliest = candidates[0] if candidates else None
     chosen = by_name[label.strip()] if label is not None else likeliest
     if label is not None and chosen is not None:
-        _check_label(chosen)
+        if chosen.distinct == 0:
+            raise ValueError(f"label={chosen.name}: no row has a value; name another column")
+        if chosen.is_list or chosen.is_nested:
+            raise ValueError(
+                f"label={chosen.name}: got values of type {chosen.type_name}, want a number, a truth or a text per row; name "
+                "another column, or leave label out and write an expression"
+            )
     times = [c for c in columns if _is_time(c, _has_names(table)) and c is not chosen]
     choices = []
     for column in columns:
@@ -91,17 +97,6 @@ def choose(columns: list[Column], table: FoundTable, label: str | None = None) -
         why = f"{fewest.column.distinct:,} values, {FEWEST}"
         choices[choices.index(fewest)] = replace(fewest, role="categorical", keys={}, why=why)
     return choices
-
-
-def _check_label(column: Column) -> None:
-    """Raise ValueError unless a column that the option `label` names has single values."""
-    if column.distinct == 0:
-        raise ValueError(f"label={column.name}: no row has a value; name another column")
-    if column.is_list or column.is_nested:
-        raise ValueError(
-            f"label={column.name}: got values of type {column.type_name}, want a number, a truth or a text per row; name another "
-            "column, or leave label out and write an expression"
-        )
 
 
 def label_candidates(columns: list[Column]) -> list[Column]:

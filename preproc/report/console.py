@@ -96,8 +96,6 @@ class SplitSummary:
 
 @dataclass(slots=True)
 class RowEvents:
-    """Events that the rows of a split see."""
-
     rows: int
     without_events: int = 0  # rows that see none
     events: int = 0  # of all rows

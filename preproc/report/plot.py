@@ -69,7 +69,12 @@ def draw(path: Path, columns: Columns, facts: ReportFacts) -> None:
         figure.set_layout_engine(
             "constrained", w_pad=0.1, h_pad=0.08, rect=(0, 0, 1, 1 - head_inches / height)
         )
-        _draw_head(figure, facts, len(numerical), len(categorical), head)
+        kinds = f"{len(numerical):,} numerical and {len(categorical):,} categorical features"
+        title = f"{shortened(printable(facts.name), 60)}   ·   {kinds}".replace("$", r"\$")
+        figure.text(0.012, 1 - 0.22 / height, title, va="center", size=12, weight="bold")
+        for number, line in enumerate(head):
+            y = 1 - (0.48 + 0.2 * number) / height
+            figure.text(0.012, y, line, va="center", size=9.5, color=FAINT)
         if blocks:
             parts = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)
             for (shown, draw_block), (part,) in zip(blocks, parts, strict=True):
@@ -94,18 +99,6 @@ def _head_lines(facts: ReportFacts, left_out: int) -> list[str]:
     if left_out:
         rows += f"   ·   {left_out:,} features are not drawn; report.json has all"
     return [line.replace("$", r"\$") for line in wrap(rows, HEAD_CHARS)] or [""]
-
-
-def _draw_head(
-    figure: Any, facts: ReportFacts, num_numerical: int, num_categorical: int, lines: list[str]
-) -> None:
-    kinds = f"{num_numerical:,} numerical and {num_categorical:,} categorical features"
-    title = f"{shortened(printable(facts.name), 60)}   ·   {kinds}".replace("$", r"\$")
-    height = figure.get_figheight()
-    figure.text(0.012, 1 - 0.22 / height, title, va="center", size=12, weight="bold")
-    for number, line in enumerate(lines):
-        y = 1 - (0.48 + 0.2 * number) / height
-        figure.text(0.012, y, line, va="center", size=9.5, color=FAINT)
 
 
 def _draw_numerical(figure: Any, columns: Columns, facts: ReportFacts) -> None:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:  # 25 MB of memory that preprocessing does not need
     import pyarrow as pa
 
 SOURCE_ORDER = ["file_", "order_"]
-"""Columns that order the rows of one source."""
 IN_ORDER = {
     *("READ_PARQUET", "READ_CSV", "READ_JSON", "UNION", "STREAMING_WINDOW", "PROJECTION", "FILTER")
 }
@@ -65,10 +64,6 @@ class StagedRows:
     values: Mapping[str, bool]
     plain: Mapping[str, str]
     files: list[RawFile]  # these files, in order
-
-    @property
-    def are_parquet(self) -> bool:
-        return any(file.is_parquet for file in self.files)
 
     @property
     def with_text_items(self) -> str:
@@ -272,7 +267,7 @@ class DuckDBEngine:
         has_order = rows.order_by == SOURCE_ORDER
         if not has_order:
             query = f"SELECT * FROM ({query}) ORDER BY {nulls_first(rows.order_by)}"
-        elif self._keeps_order(query) and not rows.are_parquet:
+        elif self._keeps_order(query) and not any(file.is_parquet for file in rows.files):
             # Numbering the lines of text files would take one thread for all columns.
             query = f"SELECT * EXCLUDE (order_) FROM ({query})"
             has_order = False

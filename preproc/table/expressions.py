@@ -16,13 +16,13 @@ from configs.table_schema import (
     SplitRule,
     arguments_of,
     numbers_of,
+    quoted,
     texts_of_no_other_type,
     transform_of,
 )
 from configs.transforms import TRANSFORMS, transform_named
 from configs.user_objects import described
 from preproc.text_columns import TEXT_TYPES
-from preproc.vocabulary_sql import vocabulary
 
 # Separates the values of a cross; it does not occur in text.
 UNIT_SEPARATOR = "chr(31)"
@@ -30,10 +30,6 @@ RELATION_FILE = "0.parquet"
 """File of a relation that DuckDB stores, in its directory."""
 FIXED_POINT = 2.0**40
 LARGEST_DOUBLE = "1.7976931348623157e308"
-
-
-def quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 def text(value: str) -> str:
@@ -195,12 +191,6 @@ def split_of(
             f"WHEN row_ < {middle} THEN 'test' ELSE 'validation' END"
         )
     return f"CASE WHEN row_ < {int(rows * Fraction(str(train)))} THEN 'train' ELSE 'test' END"
-
-
-def kept_values(counts: str, frequency_limit: int, max_size: int | None) -> str:
-    """Return a query (value, id, count): the vocabulary, at most `max_size` values."""
-    query = vocabulary(counts, frequency_limit)
-    return query if max_size is None else f"SELECT * FROM ({query}) WHERE id <= {max_size}"
 
 
 def bucket(value: str, buckets: int) -> str:

@@ -24,11 +24,6 @@ def fitted_rows(relation: str, has_days: bool) -> str:
     return f"SELECT value, id, count, {columns} FROM {relation}"
 
 
-def live_values(relation: str) -> str:
-    """Return a relation (value, id) of the values of a later day's vocabulary that are not retired."""
-    return f"(SELECT value, id FROM {relation} WHERE NOT retired)"
-
-
 def kept_ids(
     parent: str, counts: str, day: int, frequency_limit: int, retire_after: int | None
 ) -> str:

@@ -15,7 +15,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.table.expressions import hashed_id
 from preproc.table.output_files import ReadIds, TableFiles
 from preproc.table.transformation import NO_VALUE
-from preproc.vocabulary_sql import count_values, merge_counts
+from preproc.vocabulary_sql import merge_counts
 
 Write = Callable[[str, str], None]
 """Writes a relation, called by its name, with the rows of a query."""
@@ -84,7 +84,10 @@ class TextValues:
         return f"items_{number}"
 
     def counts(self, number: int, rows: range) -> str:
-        return count_values(rows_of(rows, self._values(number)))
+        values = rows_of(rows, self._values(number))
+        return (
+            f"SELECT value, count(*) AS count FROM {values} WHERE value IS NOT NULL GROUP BY value"
+        )
 
     def num_rows(self, number: int, rows: range) -> str:
         values = rows_of(rows, self._values(number))

@@ -40,7 +40,6 @@ def bad_row(
 
 
 def overflow(where: str, feature: Numerical, raw: object, stored: float, dtype: str) -> ValueError:
-    """Return the error of a numerical that the stored type cannot hold."""
     most = float(np.finfo(dtype).max)
     remedy = "add a transform (clip, log or standardise) to it"
     if dtype != "float32":

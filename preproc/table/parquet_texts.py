@@ -48,8 +48,6 @@ def _is_dictionary(schema: pa.Schema, metadata: pq.FileMetaData, name: str) -> b
 
 
 class ParquetTexts:
-    """Columns of files, read in order."""
-
     def __init__(self, paths: list[Path], columns: Mapping[str, list[str]], rows: int) -> None:
         self._batches = self._read(paths, columns, rows)
         self._columns = columns

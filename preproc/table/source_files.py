@@ -24,13 +24,10 @@ RESERVED = ("file_", "order_")
 # DuckDB calls the row number of a Parquet file so.
 RESERVED_IN_PARQUET = (*RESERVED, "file_row_number")
 Sources = dict[str, tuple[Source, list[RawFile]]]
-"""Sources by name, with their files."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceFiles:
-    """One source, resolved."""
-
     source: Source  # its description, with a format
     files: list[RawFile]  # its files, in order
     columns: list[str]  # names of the columns, in the order of the first file
@@ -207,7 +204,8 @@ def find_sources(config: PreprocConfig, table: TableConfig) -> tuple[TableConfig
     _, tests = find_source(name, replace(source, files=patterns), "test_source")
     refuse_shared(files, tests)
     sources[name] = (source, files + tests)
-    return replace(table, split=SplitRule.of_test_files(len(files))), sources
+    tests_last = f"CASE WHEN file_ >= {len(files)} THEN 'test' ELSE 'train' END"
+    return replace(table, split=SplitRule(by="column", expression=tests_last)), sources
 
 
 def _rule(config: PreprocConfig, table: TableConfig) -> SplitRule:

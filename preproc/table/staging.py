@@ -88,8 +88,6 @@ ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class _Expression:
-    """SQL of the user."""
-
     column: str  # name of the column that holds its value
     where: str  # its key in the description, for messages
     sql: str  # the expression
@@ -104,14 +102,12 @@ class _Expression:
         return re.fullmatch(r'\w+|"([^"]|"")*"', self.sql) is not None
 
     def is_other_value(self, columns: Container[str]) -> bool:
-        """Return whether an engine takes the name for a value of its own, since no column has it."""
+        """Return whether an engine takes the name, such as `user`, for a value of its own, since no column has it."""
         name = self.sql.strip('"').replace('""', '"').lower()
         return self.is_column and name in VALUE_NAMES and name not in columns
 
 
 class Staging:
-    """Staged rows of a table."""
-
     def __init__(
         self,
         engine: Engine,
@@ -142,7 +138,9 @@ class Staging:
             self._expressions = _expressions_of(self.table)
         if table.query and table.split.needs_file:
             self._require_file(base)
-        self._refuse_other_values()
+        for item in self._expressions:
+            if item.is_other_value(self._column_names):
+                self._refuse_item(item, f"no column {quoted(item.sql.strip(chr(34)))}")
         reason = "not one value per expression"
         try:
             values = self._values(base)
@@ -162,7 +160,6 @@ class Staging:
 
     @property
     def rows(self) -> StagedRows:
-        """The rows as an engine stages them."""
         features = self.table.categorical
         return StagedRows(
             self.query,
@@ -301,7 +298,6 @@ class Staging:
         return self.table.without(absent)
 
     def _unread(self, rows: str) -> QueryError | None:
-        """Return why rows of a source cannot be read, if so."""
         try:
             self._engine.rows(f"SELECT count(order_) FROM (SELECT order_ FROM {rows})")
         except QueryError as error:
@@ -552,12 +548,6 @@ class Staging:
                 absent = re.match(r'Referenced column (".*) not found', str(error))
                 reason = f"no column {absent[1]}" if absent else f"{error}{_cast(error)}"
             self._refuse_item(item, reason)
-
-    def _refuse_other_values(self) -> None:
-        """Raise ValueError for a column that does not exist but whose name is a value to the engine, such as `user`."""
-        for item in self._expressions:
-            if item.is_other_value(self._column_names):
-                self._refuse_item(item, f"no column {quoted(item.sql.strip(chr(34)))}")
 
     def _refuse_item(self, item: _Expression, reason: str) -> NoReturn:
         if re.match("event|numbers", item.column) and item.is_column:

@@ -29,8 +29,6 @@ TextBatch = tuple[pa.RecordBatch, Mapping[str, list[pa.DictionaryArray]]]
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """A text column of a batch."""
-
     codes: pa.Array  # indices into `texts`, null for a missing text
     texts: pa.Array  # distinct texts, those of the empty text included
     offsets: pa.Array | None = None  # of the lists, if a row holds several texts

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from configs.schema import Mode
 from tests.helpers.command import ROOT, Ended, run_command, start_command
 from tests.helpers.composed import DCNV2, TINY
 from tests.helpers.datasets import plant, write_clicks
@@ -343,7 +344,7 @@ def test_a_system_error_without_a_file_is_reported(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("nn.run.mode_of", lambda config: full)
+    monkeypatch.setattr("nn.run.MODES", {Mode.train: full})
     line = refused(*SHORT, f"run_dir={tmp_path / 'run'}")
     assert line.startswith(
         f"No space left on device: a file of run_dir={tmp_path / 'run'}; free some space and rerun"

@@ -12,11 +12,11 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import BatchTarget
-from dataloading.known_ids_source import KnownIdsSource
 from dataloading.permuted_source import PermutedSource
 from nn.build import build_test_loader
-from nn.importance import measure_importance
 from nn.models.metric import AUC, METRICS
+from nn.modes.importance import measure_importance
+from nn.next_day import KnownIdsSource
 from nn.training.evaluator import Evaluator, predictions
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu

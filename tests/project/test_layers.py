@@ -63,7 +63,6 @@ SUBPACKAGES = {
         "dataloading.synthetic_history",
         "dataloading.teacher",
     },
-    "dataloading.known_ids_source": {"dataloading.dataset"},
     "dataloading.stream_source": {
         "dataloading.dataset",
         "dataloading.held_out_source",
@@ -134,7 +133,7 @@ SUBPACKAGES = {
         "nn.plots",
         "nn.tiers",
     },
-    "nn.metrics": {"nn.models", "nn.ops"},
+    "nn.metrics": {"nn.distributed", "nn.models", "nn.ops"},
     "nn.training": {
         "nn.checkpoint",
         "nn.distributed",
@@ -206,7 +205,6 @@ SUBPACKAGES = {
         "nn.models",
         "nn.training",
     },
-    "nn.importance": {"nn.models"},
     "nn.step_floor": {"nn.embedding", "nn.models", "nn.tiers", "nn.training"},
     "nn.saved_config": {"nn.models"},
     "nn.library": {
@@ -258,7 +256,7 @@ SUBPACKAGES = {
         "nn.deltas",
         "nn.distributed",
         "nn.hypertune",
-        "nn.importance",
+        "nn.models",
         "nn.observability",
         "nn.observers",
         "nn.planning",

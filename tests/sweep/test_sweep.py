@@ -28,9 +28,9 @@ from sweep.__main__ import with_trial_options
 from sweep.driver import StoppedSweepError
 from sweep.plan import _Composition
 from sweep.proposals import final_values, promising_values, spread_values
-from sweep.pruner import ReachPruner
 from sweep.run import run_sweep
 from sweep.space import as_override, read_space
+from sweep.study import ReachPruner
 from sweep.trial import Ending, RunningTrial
 from tests.helpers.command import hydra_that_reads_once
 from tests.helpers.datasets import write_clicks

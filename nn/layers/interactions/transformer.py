@@ -70,8 +70,6 @@ class EventTokens(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """Options of `TransformerBlock`."""
-
     heads: int
     expansion: int  # columns of the network's hidden layer, per column of a token
     residual: Literal["post_norm", "pre_norm", "gated"]

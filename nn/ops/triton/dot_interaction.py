@@ -23,8 +23,6 @@ FEWER_REGISTERS = {"maxnreg": 160}
 
 
 class Shape(NamedTuple):
-    """Constants of the kernels."""
-
     V: int
     D: int
     HAS_BOTTOM: bool

@@ -48,8 +48,6 @@ class Operands(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Constants that kernels are compiled for."""
-
     H: int
     K: int
     BLOCK_K: int

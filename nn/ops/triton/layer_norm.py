@@ -30,8 +30,6 @@ WIDE_PROGRAMS, WIDE_STAGES = 2112, 3
 
 
 class Shape(NamedTuple):
-    """Constants of a kernel."""
-
     C: int
     BLOCK_C: int
     BLOCK_R: int  # rows at once

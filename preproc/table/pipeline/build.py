@@ -253,7 +253,6 @@ def _transform(
 
 
 def _feature_values(journal: Journal) -> FeatureValues:
-    """Return the values of the categorical features, as the engine has stored them."""
     engine, features = journal.engine, journal.table.categorical
     if not engine.codes_texts:
         return TextValues(features, journal.query, cast("TextEngine", engine).exploded)

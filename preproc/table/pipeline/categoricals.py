@@ -11,12 +11,10 @@ from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.fitted_state import rare_name, vocabulary_name
 from preproc.report.console import COVERAGE_LIMITS, ColumnSummary
 from preproc.table.duckdb_engine import QueryError
-from preproc.table.expressions import kept_values
 from preproc.table.extension import (
     DAYS_COLUMNS,
     fitted_rows,
     kept_ids,
-    live_values,
     new_ids,
     still_waiting,
     waiting,
@@ -24,7 +22,7 @@ from preproc.table.extension import (
 from preproc.table.feature_values import FeatureValues
 from preproc.table.known_values import note_of_new_values, note_of_twins
 from preproc.table.pipeline.journal import Journal
-from preproc.vocabulary_sql import coverage, merge_counts
+from preproc.vocabulary_sql import coverage, merge_counts, vocabulary
 
 
 @dataclass(slots=True)
@@ -141,7 +139,8 @@ def _note_values(journal: Journal, first: int, owner: Categorical) -> None:
 
 def values_with_id(journal: Journal, first: int, owner: Categorical) -> str:
     name = f"vocabulary_{first}"
-    return live_values(name) if _has_days(journal, owner) else name
+    live = f"(SELECT value, id FROM {name} WHERE NOT retired)"
+    return live if _has_days(journal, owner) else name
 
 
 def _make_vocabulary(journal: Journal, first: int, owner: Categorical) -> str | None:
@@ -152,7 +151,9 @@ def _make_vocabulary(journal: Journal, first: int, owner: Categorical) -> str | 
     if journal.fitted is not None:
         journal.once(name, lambda path: _copy_vocabulary(journal, owner.name, path))
         return None
-    kept = kept_values(counts, _limit(journal, owner), owner.max_size)
+    kept = vocabulary(counts, _limit(journal, owner))
+    if owner.max_size is not None:
+        kept = f"SELECT * FROM ({kept}) WHERE id <= {owner.max_size}"
     journal.query(name, f"{kept} ORDER BY id")
     if not _keeps_rare(journal, owner):
         return None

@@ -1,10 +1,16 @@
-"""Phase of the histories: the earlier rows of its user that each row sees."""
+"""Phase of the histories: the last values of a column in earlier rows of the same user, as SQL for all engines.
+
+A row is an item of its user's history if its value, user and time are known and the filter is true. A row sees the
+items of its user with an earlier time, so it sees neither itself, nor a later row, nor one of the same time.
+
+The items of all users form one array, ordered by user, time and row. The history of a row is a slice of that array,
+so SQL computes the end and the length of the slice, and no query has a row per value of a history.
+"""
 
 from dataclasses import replace
 
-from configs.table_schema import History
+from configs.table_schema import History, TableConfig
 from preproc.table.feature_values import FeatureValues, rows_of
-from preproc.table.history import first_items, items, slices, timeline
 from preproc.table.pipeline.categoricals import EncodedFeature, values_with_id
 from preproc.table.pipeline.journal import Journal
 
@@ -19,10 +25,10 @@ def slice_histories(journal: Journal, split: str) -> None:
     rows = f"SELECT row_, {source} AS source_ FROM rows_"
     for i, history in enumerate(journal.table.history):
         line, users = f"timeline_{i}", f"users_{i}"
-        journal.query(line, timeline(i, journal.table, "staged_", split))
-        journal.query(users, first_items(line))
-        journal.query(f"past_items_{i}", f"{items(line, users)} ORDER BY row_")
-        journal.query(f"slices_{i}", f"{slices(line, users, rows, history.length)} ORDER BY row_")
+        journal.query(line, _timeline(i, journal.table, "staged_", split))
+        journal.query(users, _first_items(line))
+        journal.query(f"past_items_{i}", f"{_items(line, users)} ORDER BY row_")
+        journal.query(f"slices_{i}", f"{_slices(line, users, rows, history.length)} ORDER BY row_")
 
 
 def history_ids(
@@ -47,3 +53,61 @@ def history_ids(
     whole = encoded[history.of]
     summary = replace(whole.summary, missing=empty / len(counted), coverage=None, rows=len(counted))
     return EncodedFeature(summary, whole.num_embeddings, None, is_dynamic=owner.is_dynamic)
+
+
+def _timeline(number: int, table: TableConfig, rows: str, split: str) -> str:
+    """Return a query (row_, who_, value, item_, earlier_) with one row per row whose user and time are known.
+
+    `value` is null unless the row is an item, `item_` counts the items of the user up to it, and `earlier_` those with
+    an earlier time. `rows`: relation of the rows in the order of the sources.
+    """
+    history = table.history[number]
+    column = [feature.name for feature in table.categorical].index(history.of)
+    conditions = [f"past{number}_"] if history.filter else []
+    if history.rows == "train":
+        conditions.append(f"({split}) = 'train'")
+    value = f"c{column}"
+    if conditions:
+        value = f"CASE WHEN {' AND '.join(conditions)} THEN {value} END"
+    known = (
+        f"SELECT row_, who{number}_ AS who_, time{number}_ AS time_, {value} AS value FROM {rows} "
+        f"WHERE who{number}_ IS NOT NULL AND time{number}_ IS NOT NULL"
+    )
+    # Rows of one time are peers of a frame by range, so they are counted and subtracted again.
+    return (
+        "SELECT row_, who_, value, "
+        "count(value) OVER (PARTITION BY who_ ORDER BY time_, row_ "
+        "ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) AS item_, "
+        "count(value) OVER (PARTITION BY who_ ORDER BY time_ "
+        "RANGE BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) "
+        f"- count(value) OVER (PARTITION BY who_, time_) AS earlier_ FROM ({known})"
+    )
+
+
+def _first_items(line: str) -> str:
+    """Return a query (who_, first_): the position of every user's first item among the items of all users."""
+    return (
+        "SELECT who_, CAST(sum(items_) OVER (ORDER BY who_ ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) "
+        f"AS BIGINT) - items_ AS first_ FROM (SELECT who_, count(value) AS items_ FROM {line} GROUP BY who_)"
+    )
+
+
+def _items(line: str, users: str) -> str:
+    """Return a query (row_, value) of the items of all users; `row_` is their position, from 0."""
+    return (
+        f"SELECT u.first_ + t.item_ - 1 AS row_, t.value FROM {line} AS t JOIN {users} AS u "
+        "ON t.who_ = u.who_ WHERE t.value IS NOT NULL"
+    )
+
+
+def _slices(line: str, users: str, rows: str, length: int) -> str:
+    """Return a query (row_, stop_, length_): the slice of items that each row of the dataset sees.
+
+    `rows`: query (row_, source_) of the rows of the dataset, and their rows in the order of the sources.
+    """
+    earlier = "coalesce(t.earlier_, 0)"
+    return (
+        f"SELECT r.row_, coalesce(u.first_, 0) + {earlier} AS stop_, least({earlier}, {length}) AS length_ "
+        f"FROM ({rows}) AS r LEFT JOIN {line} AS t ON r.source_ = t.row_ "
+        f"LEFT JOIN {users} AS u ON t.who_ = u.who_"
+    )

@@ -49,7 +49,14 @@ def transform_numericals(
                 "values"
             )
         for number, feature in enumerate(features):
-            statistics[feature.name] = _fit_all(journal, feature, f"n{number}", rows_of(train))
+            # Each transform is fitted on the result of those before it.
+            expression, statistics[feature.name] = f"n{number}", []
+            for transform in feature.transforms:
+                fitted = _fit(journal, feature, transform, expression, rows_of(train))
+                statistics[feature.name].append(fitted)
+                expression = transformed(expression, transform, fitted)
+                checked = f"coalesce({expression}, 0) AS x"
+                _check_own(journal, feature, "x", checked, rows_of(train))
     expressions = numerical_columns(features, statistics)
     for number, feature in enumerate(features):
         _check_own(journal, feature, f"n{number}", expressions[number], "rows_")
@@ -80,18 +87,6 @@ def transform_numericals(
         feature.name: ColumnSummary(1 - count / len(counted), rows=len(counted))
         for feature, count in zip(features, counts, strict=True)
     } | summaries
-
-
-def _fit_all(
-    journal: Journal, feature: Numerical, expression: str, train: str
-) -> list[list[float]]:
-    """Return the fitted numbers of every transform of a numerical, each on the result of those before it."""
-    fitted = []
-    for transform in feature.transforms:
-        fitted.append(_fit(journal, feature, transform, expression, train))
-        expression = transformed(expression, transform, fitted[-1])
-        _check_own(journal, feature, "x", f"coalesce({expression}, 0) AS x", train)
-    return fitted
 
 
 def _check_own(journal: Journal, feature: Numerical, name: str, expression: str, rows: str) -> None:

@@ -27,7 +27,13 @@ def stage_rows(journal: Journal) -> int:
         )
     ((num_bad,),) = journal.engine.rows("SELECT count(bad_) FROM all_")
     if num_bad and journal.config.on_bad is OnBad.fail:
-        _refuse_bad(journal)
+        (row, file, reason), *_ = journal.engine.rows(
+            "SELECT row_, file_, bad_ FROM all_ WHERE bad_ IS NOT NULL ORDER BY row_ LIMIT 1"
+        )
+        where = _where(journal, row, file)
+        journal.work.forget()
+        is_fit = journal.config.mode is not Mode.transform
+        raise bad_row(where, reason, table, is_fit=is_fit)
     if num_bad:
         more = ["split_"] if table.split.by == "column" else []
         for i in range(len(table.pasts)):
@@ -108,15 +114,6 @@ def stored_columns(journal: Journal, *more: str) -> str:
     for i, lists in enumerate(journal.table.event_lists):
         kept += lists.columns(i)
     return ", ".join(["file_", *journal.held.row_numbers, *numbers, *values, *kept, *more])
-
-
-def _refuse_bad(journal: Journal) -> None:
-    (row, file, reason), *_ = journal.engine.rows(
-        "SELECT row_, file_, bad_ FROM all_ WHERE bad_ IS NOT NULL ORDER BY row_ LIMIT 1"
-    )
-    where = _where(journal, row, file)
-    journal.work.forget()
-    raise bad_row(where, reason, journal.table, is_fit=journal.config.mode is not Mode.transform)
 
 
 def _where(journal: Journal, row: int, file: int) -> str:

@@ -73,6 +73,8 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
         known.append((owner, "" if owner.is_hashed else values_with_id(journal, first, owner)))
     is_taken = [f"coalesce(r.past{past}_, false)"] * bool(log.filter and not log.source)
     is_taken += ["coalesce(r.name_ = 'train', false)"] * (log.rows == "train")
+    # The rows of the dataset, and their row in `staged_`.
+    before = "before_" if journal.work.state["rows_in"] == "rows_" else "row_"
     rows = _Lines(
         f"(SELECT *, {split} AS name_ FROM staged_)",
         f"r.who{past}_",
@@ -85,7 +87,7 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
         ],
         [f"r.event{past}_{j}_" for j in range(len(log.numbers))],
         "p.out_",
-        f"LEFT JOIN {_dataset_rows(journal)} AS p ON r.row_ = p.before_",
+        f"LEFT JOIN (SELECT row_ AS out_, {before} AS before_ FROM rows_) AS p ON r.row_ = p.before_",
     )
     texts = [look_up(f"r.c{j}", f"v{j}_", ids, owner) for j, (owner, ids) in enumerate(known)]
     events, lines = rows, [rows]
@@ -125,12 +127,6 @@ def sequence_group(of: EventLog | EventLists) -> SequenceGroup:
         for name in of.number_names
     )
     return SequenceGroup(of.name, tuple(of.features), of.length, numbers, of.time_name)
-
-
-def _dataset_rows(journal: Journal) -> str:
-    """Return the relation of the rows of the dataset, `out_`, and their row in `staged_`, `before_`."""
-    before = "before_" if journal.work.state["rows_in"] == "rows_" else "row_"
-    return f"(SELECT row_ AS out_, {before} AS before_ FROM rows_)"
 
 
 def _counts(journal: Journal, events: _Lines) -> LogCounts:

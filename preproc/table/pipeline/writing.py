@@ -3,6 +3,7 @@
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from configs.preproc_schema import Mode
@@ -140,8 +141,4 @@ def _write_lists(journal: Journal, of: Transformed, files: TableFiles, number: i
     from preproc.table.list_files import write_lists
 
     group = sequence_group(journal.table.event_lists[number])
-
-    def where(row: int) -> str:
-        return where_in_output(journal, row)
-
-    write_lists(files, number, group, of.logs[group.name], where)
+    write_lists(files, number, group, of.logs[group.name], partial(where_in_output, journal))

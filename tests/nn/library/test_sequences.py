@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nn.library.loaded_run import Run
-from nn.library.named_tensors import named_tensors
+from nn.library.own_training import named_tensors
 from tests.helpers.command import run_command
 from tests.helpers.sequence_models import HISTORY, LONGEST, ROWS, overrides, write_sequences
 

@@ -9,7 +9,7 @@ import torch
 
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
-from nn.metrics.average_precision import average_precision
+from nn.metrics.measures import average_precision
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
 

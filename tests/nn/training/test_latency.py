@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from configs.schema import InferenceConfig
-from nn.modes.latency import measure
+from nn.modes.inference import measure
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 
@@ -37,8 +37,8 @@ def test_the_id_exchange_is_recorded_for_training_only(monkeypatch, mode, record
 
 def test_quantiles_are_those_of_the_passes(monkeypatch):
     latencies_ms = iter(range(1, 102))
-    monkeypatch.setattr("nn.modes.latency._timed_ms", lambda *_: float(next(latencies_ms)))
-    monkeypatch.setattr("nn.modes.latency._forward", lambda *_: None)
+    monkeypatch.setattr("nn.modes.inference._timed_ms", lambda *_: float(next(latencies_ms)))
+    monkeypatch.setattr("nn.modes.inference._forward", lambda *_: None)
     config = InferenceConfig(batch_sizes=[1], steps=101, warmup_steps=0)
     with ranks_of_cpu() as ranks:
         batch = build(compose_config(*TINY)).test_loader.batch(0)

@@ -20,8 +20,7 @@ from nn.embedding.id_blocks import id_blocks, with_positions
 from nn.layers.pooled_embeddings import join
 from nn.models.model import Model
 from nn.sharding import request_capacity
-from nn.training.shared_capacity import SharedCapacity
-from nn.training.slow_batch_warning import SlowBatchWarning
+from nn.training.shared_capacity import SharedCapacity, SlowBatchWarning
 from tests.helpers.composed import TINY
 from tests.helpers.distributed import run_distributed
 from tests.nn.models.test_kinds_of_tables import plain_losses, sharded

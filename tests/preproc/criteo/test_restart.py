@@ -19,7 +19,7 @@ from preproc.column_store import StoredColumn
 from preproc.criteo import parse, shuffle
 from preproc.criteo import pipeline as criteo
 from preproc.criteo.hash_table import Lookup
-from preproc.criteo.shuffle import BUCKET_ROWS, buckets_of, num_buckets, order_within
+from preproc.criteo.shuffle import buckets_of, order_within
 from preproc.report.console import Phase
 from preproc.work_directory import Work
 from tests.helpers.preproc_command import Refused, data_files, preproc, raw_line, write_lines
@@ -397,7 +397,6 @@ def test_a_thread_that_shuffles_stays_within_its_memory_estimate(tmp_path, monke
 
 
 def test_buckets_depend_on_the_rows_alone():
-    assert num_buckets(BUCKET_ROWS + 1) == 2
     whole = buckets_of(3, 0, 5000, 7)
     assert (np.concatenate([buckets_of(3, 0, 100, 7), buckets_of(3, 100, 5000, 7)]) == whole).all()
     assert np.bincount(whole, minlength=7).min() > 600
