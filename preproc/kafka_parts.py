@@ -64,7 +64,7 @@ def follow_topic(config: PreprocConfig) -> None:
             number = int(parts[-1].name[-12:])
             begins = FeatureSpec.load(parts[-1], measure=False).metadata.get(OFFSETS, begins)
             if not (isinstance(begins, dict) and begins) or not all(
-                type(p) is str and p.isdecimal() and type(at) is int and at >= 0
+                type(p) is str and p.isdecimal() and type(at) is int and 0 <= at < 2**63
                 for p, at in begins.items()
             ):
                 raise ValueError(

@@ -160,18 +160,23 @@ def table_rule(name: str) -> TableRule:
 def check_table_rule(config: OptimizerConfig) -> None:
     """Update a small table by a rule from outside the project.
 
-    Raises ValueError: the update fails or changes nothing in place, or the rule has no such `optimizer.embedding_options`.
+    Raises ValueError: the update fails, or does not change table and state in place, or the rule has no such `optimizer.embedding_options`.
     """
     name, settings = config.table_name, update_settings(config)
     if name in table_optimizers():
         return
     rule, table = table_rule(name), torch.ones(2, 4)
-    option = f"optimizer.embedding_name={name}"
+    state = rule.new_state(table)
+    given, option = dict(state), f"optimizer.embedding_name={name}"
     with one_line_if_it_fails(option):
-        rule.update([table], [torch.ones(2, 4)], [rule.new_state(table)], settings)
+        # A view, since an update may set its `data`, by which the table stays what it was.
+        rule.update([table.view(2, 4)], [torch.ones(2, 4)], [given], settings)
     # An update by which no number changes, as at a rate of 0, still has a new version.
-    if table._version == 0 and table.eq(1).all():
-        raise ValueError(f"{option} leaves a table as it was; its update must change it in place")
+    is_left = table._version == 0 and table.eq(1).all()
+    if is_left or any(given.get(key) is not tensor for key, tensor in state.items()):
+        raise ValueError(
+            f"{option} leaves a table or its state as it was; its update must change them in place"
+        )
 
 
 def _built_in() -> list[TableRule]:

@@ -191,7 +191,7 @@ def test_offsets_that_are_none_end_the_command_with_one_line(topic):
     spec = topic.parts / "clicks-000000000001" / "feature_spec.yaml"
     written = spec.read_text()
     (line,) = re.findall(r"  offsets:\n    '0': 3\n", written)
-    for offsets in ("{0: 3}", "{'0': x}", "{'0': -1}", "3", "null", ""):
+    for offsets in ("{0: 3}", "{'0': x}", "{'0': -1}", f"{{'0': {2**63}}}", "3", "null", ""):
         spec.write_text(written.replace(line, f"  offsets: {offsets}\n" if offsets else ""))
         ended = topic.follow_to_the_end()
         assert ended.exit_code == 2

@@ -164,15 +164,31 @@ def _not_in_place(tables, gradients, states, group):
         tables[number] = tables[number] - group["lr"] * gradient
 
 
+def _sets_data(tables, gradients, states, group):
+    for table, gradient in zip(tables, gradients, strict=True):
+        table.data = table - group["lr"] * gradient
+
+
+def _new_state(tables, gradients, states, group):
+    for table, gradient, state in zip(tables, gradients, states, strict=True):
+        state["velocity"] = state["velocity"] + gradient
+        table.sub_(state["velocity"], alpha=group["lr"])
+
+
 FAILS = TableRule(name="fails", update=_fails)
 NOT_IN_PLACE = TableRule(name="not_in_place", update=_not_in_place)
+SETS_DATA = TableRule(name="sets_data", update=_sets_data)
+NEW_STATE = TableRule(name="new_state", update=_new_state, states=(StateField("velocity"),))
 
 
 @pytest.mark.parametrize(
     ("rule", "problem"),
     [
         ("FAILS", r"FAILS has failed \(KeyError: 'velocity', at .*test_fifth_optimizer.py:\d+\)"),
-        ("NOT_IN_PLACE", "NOT_IN_PLACE leaves a table as it was; its update must change it in"),
+        *(
+            (name, f"{name} leaves a table or its state as it was; its update must change them in")
+            for name in ("NOT_IN_PLACE", "SETS_DATA", "NEW_STATE")
+        ),
     ],
 )
 def test_a_rule_that_fails_or_changes_nothing_is_refused(rule, problem):
