@@ -11,6 +11,7 @@ A line of libsvm is a label, perhaps `qid:N`, and items `index:value`; of libffm
 
 import glob
 import re
+from itertools import compress
 
 import duckdb
 
@@ -39,12 +40,16 @@ def line_columns(
     """
     try:
         if source.format == "jsonl":
-            # Objects of many names are no maps, of which lists would be none either.
-            options = "sample_size = -1, maximum_depth = 2, map_inference_threshold = -1"
+            # Names alone: a nested object may have names that differ by their case, and columns of many names are no map.
+            options = "sample_size = -1, maximum_depth = 1, map_inference_threshold = -1"
             query = f"DESCRIBE SELECT * FROM {_json(file, options)}"
-            kinds = {name: kind for name, kind, *_ in connection.execute(query).fetchall()}
-            lists |= {name for name, kind in kinds.items() if kind.endswith("[]")}
-            return list(source.columns or kinds)
+            names = [name for name, *_ in connection.execute(query).fetchall()]
+            types = ", ".join(f"{text(name)}: 'JSON'" for name in names)
+            kinds = [f"json_type({quoted(name)})" for name in names]
+            are_lists = [f"bool_and({kind} = 'ARRAY') FILTER ({kind} <> 'NULL')" for kind in kinds]
+            query = f"SELECT {', '.join(are_lists)} FROM {_json(file, f'columns = {{{types}}}')}"
+            lists |= set(compress(names, *connection.execute(query).fetchall()))
+            return list(source.columns or names)
         if source.columns:
             return list(source.columns)
         rows = f"(SELECT DISTINCT split_part(unnest(items_), ':', 1) AS key FROM {_items(source, file)})"

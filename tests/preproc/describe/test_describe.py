@@ -467,15 +467,17 @@ def test_json_lines_keep_their_order_with_several_threads(tmp_path):
 
 
 def test_objects_of_many_names_are_columns(tmp_path):
-    rows = ({"y": i % 2, "c": "a", f"k{i}": 1, "l": [{f"k{i}": i}]} for i in range(600))
+    nested = [{f"k{i}": i, f"K{i}": i} for i in range(600)]  # names that differ by their case
+    rows = ({"y": i % 2, "c": "a", f"k{i}": 1, "l": [of], "d": of} for i, of in enumerate(nested))
     source = lines(tmp_path / "a.jsonl", map(json.dumps, rows))
     table = {
         "sources": {"t": {"files": str(source), "format": "jsonl"}},
         "label": {"name": "y"},
         "categorical": ["c", {"name": "l", "list": True}],
-        "keep": ["k7"],
+        "keep": ["k7", "d"],
     }
     built(source, {"table": table, "frequency_limit": 0}, tmp_path / "data")
+    assert json.loads(kept(tmp_path / "data", "d")[0]).keys() == {"k0", "K0"}
     assert kept(tmp_path / "data", "k7").count("1") == 1
 
 
