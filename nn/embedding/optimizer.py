@@ -160,7 +160,8 @@ def table_rule(name: str) -> TableRule:
 def check_table_rule(config: OptimizerConfig) -> None:
     """Update a small table by a rule from outside the project.
 
-    Raises ValueError: the update fails, or does not change table and state in place, or the rule has no such `optimizer.embedding_options`.
+    Raises ValueError: the update fails, or does not change table and state in place, or the rule has no such
+    `optimizer.embedding_options`.
     """
     name, settings = config.table_name, update_settings(config)
     if name in table_optimizers():
