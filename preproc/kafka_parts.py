@@ -139,7 +139,7 @@ def _collected(consumer: "Consumer", config: PreprocConfig) -> "list[Message]":
 
 def _lines_of(config: PreprocConfig, messages: "list[Message]") -> Lines:
     """Return the lines of messages; ValueError if one is no JSON object, under `on_bad=fail`."""
-    import duckdb
+    from preproc.work_directory import small_database
 
     # In JSON a line break stands between values only. A message without a value deletes a key, and is no row.
     lines = {
@@ -147,7 +147,9 @@ def _lines_of(config: PreprocConfig, messages: "list[Message]") -> Lines:
         for message in messages
         if (value := message.value())
     }
-    found = [row[0] for row in duckdb.execute(ARE_OBJECTS, [[*lines.values()]]).fetchall()]
+    with small_database() as connection:
+        rows = connection.execute(ARE_OBJECTS, [[*lines.values()]]).fetchall()
+    found = [row[0] for row in rows]
     others = [
         f"{where}: no JSON object: {shortened(printable(line.decode(errors='replace')), 80)}"
         for (where, line), is_object in zip(lines.items(), found, strict=True)

@@ -160,7 +160,7 @@ def table_rule(name: str) -> TableRule:
 def check_table_rule(config: OptimizerConfig) -> None:
     """Update a small table by a rule from outside the project.
 
-    Raises ValueError: the update fails, or does not change table and state in place; or the rule lacks one of
+    Raises ValueError: the update fails, or does not change table and state in place, or the rule has no such
     `optimizer.embedding_options`.
     """
     name, settings = config.table_name, update_settings(config)

@@ -348,7 +348,7 @@ SUBPACKAGES = {
         "preproc.work_directory",
     },
     "preproc.convert": {"preproc.raw_files", "preproc.report"},
-    "preproc.kafka_parts": {"preproc.report", "preproc.table.pipeline"},
+    "preproc.kafka_parts": {"preproc.report", "preproc.table.pipeline", "preproc.work_directory"},
     "preproc.synthetic": {"preproc.convert", "preproc.ordered_map", "preproc.report"},
     "preproc.listens": {"preproc.report", "preproc.work_directory"},
     "preproc.verify": {"preproc.report", "preproc.vocabulary_file"},
