@@ -15,7 +15,8 @@ from nn.checkpoint.manager import THREAD_NAME
 from nn.deltas.writer import THREAD_NAME as DELTA_THREAD_NAME
 from nn.training.train_step import TrainStep
 
-TIMES = {"samples_per_s", "step_ms", "data_wait_ms", "eval_s"}
+TIMES = {"samples_per_s", "step_ms", "data_wait_ms", "eval_s", "peak_host_bytes"}
+"""What differs between two runs of one command."""
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, do: Callable[[], None]) -> None:
