@@ -52,7 +52,8 @@ def check_other_tables(
         if name not in tables:
             raise ValueError(f"{named}: there is no such table; want one of {', '.join(tables)}")
         try:
-            facts, stored = read_facts(local_path(path)), read_index(local_path(path)).tensors
+            local = local_path(path)
+            facts, stored = read_facts(local), read_index(local).tensors
         except ValueError as error:
             raise ValueError(f"{named}: {error}; name a checkpoint") from None
         own = {weight: stored[weight].size} if weight in stored else {}
