@@ -72,7 +72,7 @@ def follow_topic(config: PreprocConfig) -> None:
                     "{'0': 12}; restore the file, or name a new output"
                 )
         with closing(_consumer(config, servers, topic, begins)) as consumer:
-            while messages := _collected(consumer, config):
+            while messages := _collected(consumer, config, begins):
                 begins |= {str(m.partition()): (m.offset() or 0) + 1 for m in messages}
                 path = output / f"{topic}-{number + 1:012}"
                 lines = _lines_of(config, messages)
@@ -112,14 +112,27 @@ def _consumer(
         raise ValueError(f"{config.source}: {error.args[0].str()}") from None
     if found.error is not None:
         raise ValueError(f"{config.source}: the broker has no topic {shown(topic)}; create it")
+    if missing := {*map(int, begins)} - {*found.partitions}:
+        raise ValueError(
+            f"{config.source}: the broker has no partition {min(missing)}, of which messages were read; if messages are gone, "
+            "name a new output"
+        )
     consumer.assign(
         [TopicPartition(topic, p, begins.get(str(p), OFFSET_BEGINNING)) for p in found.partitions]
     )
     return consumer
 
 
-def _collected(consumer: "Consumer", config: PreprocConfig) -> "list[Message]":
-    """Return the messages of the next part; none if none came for `kafka.idle_s`."""
+def _collected(
+    consumer: "Consumer", config: PreprocConfig, begins: dict[str, int]
+) -> "list[Message]":
+    """Return the messages of the next part; none if none came for `kafka.idle_s`.
+
+    Raises ValueError: the broker has not the messages before those of `begins` any more, as an emptied topic.
+    """
+    from confluent_kafka import TopicPartition
+
+    _, topic = topic_of(config.source) or ("", "")
     options, messages, since = config.kafka, list["Message"](), time.monotonic()
     while (count := options.part_rows - len(messages)) > 0:
         limit_s = options.part_s if messages else options.idle_s
@@ -128,6 +141,15 @@ def _collected(consumer: "Consumer", config: PreprocConfig) -> "list[Message]":
         found = consumer.consume(min(count, MOST_AT_ONCE), timeout=0.2)
         if found and not messages:
             since = time.monotonic()
+        # Some brokers answer an offset behind their last message by none, as if more were to come.
+        for partition, next_ in begins.items() if not found else ():
+            asked = TopicPartition(topic, int(partition))
+            low, high = consumer.get_watermark_offsets(asked, cached=True)
+            if 0 <= high < next_:
+                raise ValueError(
+                    f"{config.source}, partition {partition}: the next message is {next_:,}, and the broker has "
+                    f"{low:,} to {high:,}; if messages are gone, name a new output"
+                )
         for message in found:
             if (error := message.error()) is not None:
                 raise ValueError(
