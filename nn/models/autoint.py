@@ -12,8 +12,18 @@ from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
 from nn.models.model import Activations, VectorModel
 from nn.models.options import AutoIntOptions
+from nn.ops.fused_linear import as_autocast, can_fuse
 
 # B: samples, F: features, D: columns of a vector, H: heads, A: columns of all heads
+
+
+MOST = 64
+"""Vectors, columns of one, and twice those of a head, that fit into the registers of a GPU's kernels."""
+
+
+def fits(features: int, columns: int, head_dim: int) -> bool:
+    """Return whether a GPU's kernels have room for a layer."""
+    return max(features, columns, 2 * head_dim) <= MOST
 
 
 class InteractingLayer(nn.Module):
@@ -25,7 +35,7 @@ class InteractingLayer(nn.Module):
 
     def __init__(self, columns: int, heads: int, head_dim: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_dim = heads, head_dim
         self.projections = nn.Parameter(torch.empty(4, heads * head_dim, columns))
         self.initialise(torch.default_generator)
 
@@ -35,6 +45,11 @@ class InteractingLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, F, D] to [B, F, A]."""
+        if can_fuse(x, self.projections) and fits(*x.shape[1:], self.head_dim):
+            # Only CUDA builds of torch include Triton.
+            from nn.ops.triton.field_attention import interact
+
+            return interact(as_autocast(x), self.projections, self.heads)
         weight = self.projections.flatten(0, 1).to(x.dtype)
         query, key, value, residual = nn.functional.linear(x, weight).chunk(4, dim=2)
         query, key, value = (
@@ -66,10 +81,13 @@ class AutoInt(VectorModel):
         self._inputs, self._columns, self._heads = inputs, columns, options.heads
 
     def activations(self) -> Activations:
-        """Return what a layer keeps, inputs, projections and attention, and the operations of its products."""
+        """Return what a layer keeps, its result and without kernels projections and attention, and its operations."""
         count, columns = self.vectors.num_features, self._columns
-        kept = sum(before + 5 * columns for before in self._inputs) * count
-        kept += len(self._inputs) * 2 * self._heads * count**2
+        # The first layer reads the embeddings, and what reads the last one's result keeps it.
+        kept = (len(self._inputs) - 1) * columns * count
+        for before in self._inputs:
+            if not fits(count, before, columns // self._heads):
+                kept += 4 * columns * count + 2 * self._heads * count**2
         pairs = len(self._inputs) * 4 * count**2 * columns
         return Activations(
             backward_columns=kept,

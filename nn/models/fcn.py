@@ -14,6 +14,7 @@ from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import LayerNorm
 from nn.models.model import Activations, VectorModel
 from nn.models.options import FCNOptions
+from nn.ops.fused_linear import as_autocast, can_fuse
 
 # B: samples, F: features, D: columns of a vector, C: F * D
 
@@ -36,6 +37,13 @@ class MaskedCrossLayer(nn.Module):
 
     def forward(self, factor: Tensor, x: Tensor) -> Tensor:
         """Map the factor a [B, C] and x [B, C] to [B, C]."""
+        if can_fuse(x, self.linear.weight):
+            # Only CUDA builds of torch include Triton.
+            from nn.ops.triton.cross_net import masked_cross
+
+            parameters = self.linear.weight, self.norm.weight, self.norm.bias, self.bias
+            pair = as_autocast(factor), as_autocast(x)
+            return masked_cross(*pair, self.dropout.mask, self.norm.eps, parameters)
         crossed = self.linear(x)
         mask = torch.relu(self.norm(crossed))
         both = torch.cat([crossed, crossed * mask], dim=1) + self.bias.to(crossed.dtype)
@@ -83,12 +91,17 @@ class TriBCE(PassLayer):
 
     def share(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Return this rank's share of the sum; `nn.models.model.Model.add_losses` describes the arguments."""
-        shares = torch.stack([share_of(logits) for logits in self.branches])
-        whole = self.pass_state.all_reduce_sum(torch.cat([share.view(1), shares]).detach())
-        weights = torch.relu(whole[1:] - whole[0])
-        # Its gradient is that of the weights; a weight of the global batch has a gradient on every rank's rows.
-        through = (whole[1:] * (weights > 0) * (shares - share)).sum()
-        return share + (weights * shares).sum() + through - through.detach()
+        shares = torch.stack([share, *map(share_of, self.branches)])
+        whole = self.pass_state.all_reduce_sum(shares.detach().clone())
+        weights = torch.relu(whole - whole[0])
+        # A weight of the global batch has a gradient on every rank's rows. The gradient is written out: autograd's would be
+        # thirty kernels for three numbers.
+        through = torch.where(weights > 0, whole, 0)
+        slopes = weights + through
+        slopes[0] += 1 - through.sum()
+        loss = share.detach() + (weights * shares.detach()).sum()
+        linear = (slopes * shares).sum()
+        return linear + (loss - linear.detach())
 
 
 class FCN(VectorModel):
@@ -112,8 +125,8 @@ class FCN(VectorModel):
         self._layers = options.deep_layers + options.shallow_layers
 
     def activations(self) -> Activations:
-        """Return what a cross layer keeps beside x: c, its mask, and the factor of the product."""
-        return Activations(backward_columns=(1 + 2 * self._layers) * self.vectors.columns)
+        """Return what kernels keep of a cross layer beside x, c, and as much again beside the gradient of x for its own."""
+        return Activations(backward_columns=(1 + self._layers) * self.vectors.columns // 2)
 
     def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
         return self.tri_bce.share(share, share_of)

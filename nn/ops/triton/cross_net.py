@@ -5,6 +5,9 @@ layers are one autograd function to reduce that number. Every layer contributes 
 sums the contributions once. Gradients between layers are kept as separate terms, and every layer sums the terms that it
 needs instead of writing the sum. Three layers take 16 reads and writes. Writing every sum would take 18, and two more
 matrix products would read their accumulator.
+
+A cross layer of FCN (`nn.models.fcn`) is one kernel a direction beside its products. It keeps c = W x, and computes again all
+that follows from it.
 """
 
 from collections.abc import Sequence
@@ -16,8 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nn.ops.dropout_mask import DropoutMask
 from nn.ops.fused_linear import weight_gradient
+from nn.ops.triton import layer_norm as norms
 from nn.ops.triton.column_sums import column_sums
+from nn.ops.triton.dropout import mask_arguments
 from nn.ops.triton.parameters import cast_parameters
 
 # B: samples, C: columns of x0, R: rank of the weight (C for a full weight), L: layers, P: programs along the samples,
@@ -25,6 +31,8 @@ from nn.ops.triton.parameters import cast_parameters
 
 BLOCK_B, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(16), tl.constexpr(128), tl.constexpr(16)
 """A program processes `BLOCKS_OF_ROWS` blocks in sequence and accumulates in registers."""
+MASKED_BLOCK, MASKED_PROGRAMS = 2048, 264
+"""Columns of c that a program reads at once, of whole rows, and most programs of FCN's backward pass."""
 
 
 def fused_cross(
@@ -177,3 +185,122 @@ def layer_gradients(
         u = tl.load(factors + offset, mask=inside, other=0.0).to(tl.float32)
         grad_x0 += grad_out * (u + 1)
     return grad_u, grad_x0
+
+
+@torch.compiler.disable
+def masked_cross(
+    factor: Tensor, x: Tensor, mask: DropoutMask | None, eps: float, parameters: Sequence[Tensor]
+) -> Tensor:
+    """Map [B, C] as `nn.models.fcn.MaskedCrossLayer`; the factor may be x itself.
+
+    `parameters`: W [C / 2, C], weight and bias of the norm [C / 2], b [C].
+    """
+    return _MaskedCross.apply(factor, x, mask, eps, *parameters)
+
+
+class _MaskedCross(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, factor: Tensor, x: Tensor, mask: DropoutMask | None, eps: float, *small: Tensor
+    ) -> Tensor:
+        (narrow,) = cast_parameters(x.dtype, small[:1])
+        crossed, out = x @ narrow.t(), torch.empty_like(x)
+        ctx.save_for_backward(factor, x, crossed, narrow)
+        ctx.rest = factor is x, mask, eps, small
+        shape = norms.shape_of(crossed, MASKED_BLOCK, DROPS=mask is not None)
+        programs = max(triton.cdiv(len(x), shape.BLOCK_R), 1)
+        tensors, rest = (factor, x, crossed, small, out), mask_arguments(mask, len(x), None, x)
+        _masked_cross[(programs,)](*tensors, **rest, rows=len(x), eps=eps, S=shape)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (factor, x, crossed, narrow), (is_own, mask, eps, small) = ctx.saved_tensors, ctx.rest
+        rows, columns = x.shape
+        of_factor = None if is_own else torch.empty_like(x)
+        of_x, of_crossed = torch.empty_like(x), torch.empty_like(crossed)
+        shape = norms.shape_of(crossed, MASKED_BLOCK, DROPS=mask is not None)
+        programs = min(max(triton.cdiv(rows, shape.BLOCK_R), 1), MASKED_PROGRAMS)
+        sums = x.new_empty(programs, 2 * columns, dtype=torch.float32)
+        tensors = grad.contiguous(), factor, crossed, small, (of_factor, of_x, of_crossed, sums)
+        rest = mask_arguments(mask, rows, None, x) | {"rows": rows, "eps": eps, "S": shape}
+        _masked_gradient[(programs,)](*tensors, **rest, num_warps=8)
+        of_weight = weight_gradient(of_crossed, x, small[0])
+        of_x.addmm_(of_crossed, narrow)
+        of_small = column_sums(sums).to(small[0].dtype).split([columns // 2, columns // 2, columns])
+        return of_factor, of_x, None, None, of_weight, *of_small
+
+
+@triton.jit
+def _factors(c, mask, small, half, column, S: tl.constexpr):
+    """Return a half of [c, c * ReLU(mask)] + b; as torch's ReLU, NaN where the mask is NaN."""
+    values = c if half == 0 else c * tl.where(mask <= 0, 0.0, mask)
+    return values + norms.load(small[3], half * S.C + column, column < S.C)
+
+
+@triton.jit(do_not_specialize=["key", "threshold", "rows"])
+def _masked_cross(
+    factor, x, crossed, small, out, at, key, threshold, scale, rows, eps, S: tl.constexpr
+):
+    column, gain, lift = norms.parameters(small[1], small[2], S)
+    row, bits = tl.program_id(0) * S.BLOCK_R + tl.arange(0, S.BLOCK_R), 0
+    if S.DROPS:
+        bits, _ = norms.bits_of_rows(at, key, row, rows, S)
+    row = row.to(tl.int64)[:, None]
+    inside = (row < rows) & (column < S.C)
+    c = norms.load(crossed, row * S.C + column, inside)
+    mask = norms.normalise(c, inside, eps, S)[0] * gain + lift
+    for half in tl.static_range(2):
+        place = row * 2 * S.C + half * S.C + column
+        result = norms.load(factor, place, inside) * _factors(c, mask, small, half, column, S)
+        result += norms.load(x, place, inside)
+        result = norms.dropped(result, bits, half * S.C + column, threshold, scale, S)
+        norms.store(out, place, result, inside)
+
+
+@triton.jit(do_not_specialize=["key", "threshold", "rows"])
+def _masked_gradient(
+    grad, factor, crossed, small, results, at, key, threshold, scale, rows, eps, S: tl.constexpr
+):
+    """Compute the gradients of the factor, of x without that through c, of c, and sums of those of the small parameters."""
+    column, gain, lift = norms.parameters(small[1], small[2], S)
+    of_gain, of_lift, of_low, of_high = (
+        norms.zeros(S),
+        norms.zeros(S),
+        norms.zeros(S),
+        norms.zeros(S),
+    )
+    for block in range(tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)):
+        row, bits = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R), 0
+        if S.DROPS:
+            bits, _ = norms.bits_of_rows(at, key, row, rows, S)
+        row = row.to(tl.int64)[:, None]
+        inside = (row < rows) & (column < S.C)
+        c = norms.load(crossed, row * S.C + column, inside)
+        normalised, rstd = norms.normalise(c, inside, eps, S)
+        mask = normalised * gain + lift
+        for half in tl.static_range(2):
+            place = row * 2 * S.C + half * S.C + column
+            slope = norms.load(grad, place, inside)
+            slope = norms.dropped(slope, bits, half * S.C + column, threshold, scale, S)
+            of_factor = slope * _factors(c, mask, small, half, column, S)
+            if results[0] is None:
+                of_factor += slope
+            else:
+                norms.store(results[1], place, slope, inside)
+            norms.store(results[1] if results[0] is None else results[0], place, of_factor, inside)
+            slope *= norms.load(factor, place, inside)
+            if half == 0:
+                of_low += slope
+                of_c = slope
+        of_high += slope
+        of_mask = tl.where(mask <= 0, 0.0, slope * c)
+        of_gain += of_mask * normalised
+        of_lift += of_mask
+        of_c += tl.where(mask <= 0, 0.0, slope * mask)
+        of_c += norms.input_gradient(of_mask * gain, normalised, rstd, S)
+        norms.store(results[2], row * S.C + column, of_c, inside)
+    sums = results[3] + tl.program_id(0) * 2 * S.C
+    norms.store_sums(sums, of_gain, of_lift, column, S)
+    norms.store_sums(sums + 2 * S.C, of_low, of_high, column, S)

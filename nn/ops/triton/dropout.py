@@ -51,12 +51,12 @@ def apply_mask(
 
 
 def mask_arguments(
-    mask: DropoutMask | None, rows: int, at: tuple[Tensor, Tensor], unused: Tensor
+    mask: DropoutMask | None, rows: int, at: tuple[Tensor, Tensor] | None, unused: Tensor
 ) -> dict[str, Any]:
     """Return what kernels take of the mask of `rows` positions that lie `at`; of none any tensor, which they do not read."""
     if mask is None:
-        return {"at": (*at, unused, unused), "key": 0, "threshold": 0, "scale": 1.0}
-    counters = (*(mask.shifted(rows, at) or at), mask.step, mask.first_row)
+        return {"at": (unused,) * 4, "key": 0, "threshold": 0, "scale": 1.0}
+    counters = (*(mask.shifted(rows, at) or (None, None)), mask.step, mask.first_row)
     return {"at": counters, "key": mask.key, "threshold": mask.threshold, "scale": mask.scale}
 
 

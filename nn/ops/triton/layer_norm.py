@@ -277,18 +277,20 @@ def _norm_gradient(grad, x, weight, bias, beside, of_x, sums, rows, eps, S: tl.c
 
 
 @triton.jit
-def _row_bits(at, key, row, rows, S: tl.constexpr):
+def bits_of_rows(at, key, row, rows, S: tl.constexpr):
     """Return the random bits of each row's sample and the row's first column among those of the sample's rows, both [R, 1].
 
     `row`: [R]; of [R, 1] a thread would load and hash a row as often as it has columns.
     """
-    sample = tl.load(at[0] + row, mask=row < rows, other=0).to(tl.int64)
-    number = tl.load(at[1] + row, mask=row < rows, other=0).to(tl.int32)
+    sample, number = row.to(tl.int64), row * 0
+    if at[0] is not None:
+        sample = tl.load(at[0] + row, mask=row < rows, other=0).to(tl.int64)
+        number = tl.load(at[1] + row, mask=row < rows, other=0).to(tl.int32)
     return row_bits(at[2], at[3], key, sample)[:, None], number[:, None] * S.WIDTH
 
 
 @triton.jit
-def _dropped(values, bits, column, threshold, scale, S: tl.constexpr):
+def dropped(values, bits, column, threshold, scale, S: tl.constexpr):
     if S.DROPS:
         values = tl.where(is_kept(bits, column, threshold), values * scale, 0.0)
     return values
@@ -300,7 +302,7 @@ def _gate(u, a, weight, bias, out, at, key, threshold, scale, rows, u_stride, ep
     row = tl.program_id(0) * S.BLOCK_R + tl.arange(0, S.BLOCK_R)
     bits, first = 0, 0
     if S.DROPS:
-        bits, first = _row_bits(at, key, row, rows, S)
+        bits, first = bits_of_rows(at, key, row, rows, S)
     row = row.to(tl.int64)[:, None]
     inside = (row < rows) & (column < S.C)
     raw = load(u, row * u_stride + column, inside)
@@ -309,12 +311,12 @@ def _gate(u, a, weight, bias, out, at, key, threshold, scale, rows, u_stride, ep
     result = activated * (normalise(attended, inside, eps, S)[0] * factor + shift)
     here = out + row * S.WIDTH
     if S.WIDTH != S.C:
-        activated = _dropped(activated, bits, first + column, threshold, scale, S)
+        activated = dropped(activated, bits, first + column, threshold, scale, S)
         store(here, column, activated, inside)
-        attended = _dropped(attended, bits, first + S.C + column, threshold, scale, S)
+        attended = dropped(attended, bits, first + S.C + column, threshold, scale, S)
         store(here, S.C + column, attended, inside)
     column += S.WIDTH - S.C
-    store(here, column, _dropped(result, bits, first + column, threshold, scale, S), inside)
+    store(here, column, dropped(result, bits, first + column, threshold, scale, S), inside)
 
 
 @triton.jit(do_not_specialize=["key", "threshold", "rows"])
@@ -342,14 +344,14 @@ def _gate_gradient(
         row = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R)
         bits, first = 0, 0
         if S.DROPS:
-            bits, first = _row_bits(at, key, row, rows, S)
+            bits, first = bits_of_rows(at, key, row, rows, S)
         row = row.to(tl.int64)[:, None]
         inside = (row < rows) & (column < S.C)
         raw = load(u, row * u_stride + column, inside)
         normalised, rstd = normalise(load(a, row * S.C + column, inside), inside, eps, S)
         here, last = grad + row * S.WIDTH, S.WIDTH - S.C + column
         slope = load(here, last, inside)
-        slope = _dropped(slope, bits, first + last, threshold, scale, S)
+        slope = dropped(slope, bits, first + last, threshold, scale, S)
         share = tl.sigmoid(raw)
         of_activated = slope * (normalised * factor + shift)
         slope *= raw * share
@@ -358,9 +360,9 @@ def _gate_gradient(
         result = input_gradient(slope * factor, normalised, rstd, S)
         if S.WIDTH != S.C:
             direct = load(here, column, inside)
-            of_activated += _dropped(direct, bits, first + column, threshold, scale, S)
+            of_activated += dropped(direct, bits, first + column, threshold, scale, S)
             direct = load(here, S.C + column, inside)
-            result += _dropped(direct, bits, first + S.C + column, threshold, scale, S)
+            result += dropped(direct, bits, first + S.C + column, threshold, scale, S)
         of_u = of_activated * share * (1 + raw * (1 - share))
         store(out[0], row * of_u_stride + column, of_u, inside)
         store(out[1], row * S.C + column, result, inside)

@@ -43,7 +43,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 110
+    assert done.stdout.count("compiled") == 122
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -181,6 +181,39 @@ def run() -> None:
     build_hstu_attention()
     build_layer_norm()
     build_rankmixer()
+    build_fields()
+
+
+def build_fields() -> None:
+    """Compile the kernels of AutoInt's and FCN's layers, of the default options and of their largest."""
+    from nn.ops.triton import cross_net, field_attention, layer_norm
+
+    of_columns = {"weight": "*fp32", "partial": "*fp32", "sums": "*fp32", "small": ("*fp32",) * 3}
+    for dtype, fields, columns, block, precision in (
+        ("*bf16", 39, 16, 64, "tf32"),
+        ("*fp32", 39, 16, 64, "tf32"),
+        ("*fp32", 64, 32, 64, "tf32x3"),
+    ):
+        names = ("x", "out", "grad", "of_x", "factor", "crossed", "of_crossed", "of_first")
+        dtypes = dict.fromkeys(names, dtype) | of_columns | {"eps": "fp32"}
+        aligned = [name for name in dtypes if name not in ("eps", "small")]
+        shape = field_attention.Shape(
+            fields, 2 * columns, 2, columns, block, 2 * columns, columns, precision
+        )
+        for kernel, options in (
+            (field_attention._forward, field_attention.FORWARD),
+            (field_attention._backward, field_attention.BACKWARD),
+        ):
+            build(kernel, dtypes, aligned=aligned, S=shape, **options)
+        dtypes |= {"small": ("*fp32",) * 4, "at": (dtype, dtype, "*i64", "*i64"), "scale": "fp32"}
+        drops = precision == "tf32"
+        kind = {"aligned": aligned, "S": layer_norm.Shape(312, 512, 4, DROPS=drops)}
+        nothing = {
+            (cross_net._masked_cross.arg_names.index("at"), number): None for number in (0, 1)
+        }
+        build(cross_net._masked_cross, dtypes, inside=nothing, **kind)
+        results = (dtype, dtype, dtype, "*fp32")
+        build(cross_net._masked_gradient, dtypes | {"results": results}, 8, **kind)
 
 
 def build_layer_norm() -> None:
