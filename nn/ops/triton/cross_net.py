@@ -228,7 +228,7 @@ class _MaskedCross(torch.autograd.Function):
         _masked_gradient[(programs,)](*tensors, **rest, num_warps=8)
         of_weight = weight_gradient(of_crossed, x, small[0])
         of_x.addmm_(of_crossed, narrow)
-        of_small = column_sums(sums).to(small[0].dtype).split([columns // 2, columns // 2, columns])
+        of_small = column_sums(sums).to(small[0].dtype).split([len(each) for each in small[1:]])
         return of_factor, of_x, None, None, of_weight, *of_small
 
 
@@ -265,12 +265,8 @@ def _masked_gradient(
 ):
     """Compute the gradients of the factor, of x without that through c, of c, and sums of those of the small parameters."""
     column, gain, lift = norms.parameters(small[1], small[2], S)
-    of_gain, of_lift, of_low, of_high = (
-        norms.zeros(S),
-        norms.zeros(S),
-        norms.zeros(S),
-        norms.zeros(S),
-    )
+    nothing = norms.zeros(S)
+    of_gain, of_lift, of_low, of_high = nothing, nothing, nothing, nothing
     for block in range(tl.program_id(0), tl.cdiv(rows, S.BLOCK_R), tl.num_programs(0)):
         row, bits = block * S.BLOCK_R + tl.arange(0, S.BLOCK_R), 0
         if S.DROPS:

@@ -19,15 +19,14 @@ from nn.ops.triton.column_sums import column_sums
 
 PROGRAMS = 528
 """Of the backward pass, each with sums of its own: 4 for each multiprocessor of an H100."""
-FORWARD = {"num_warps": 4, "num_stages": 1}
-BACKWARD = {"num_warps": 4, "num_stages": 1}
+FORWARD = BACKWARD = {"num_warps": 4, "num_stages": 1}
 
 
 class Shape(NamedTuple):
     F: int
     D: int
-    H: int
     K: int
+    H: int
     BLOCK_F: int
     BLOCK_D: int
     BLOCK_K: int
@@ -48,10 +47,10 @@ class _Interact(torch.autograd.Function):
         sizes = fields, columns, weight.shape[1] // heads
         blocks = (max(triton.next_power_of_2(size), 16) for size in sizes)
         precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
-        ctx.shape = Shape(fields, columns, heads, sizes[-1], *blocks, precision)
+        ctx.shape = Shape(*sizes, heads, *blocks, precision)
         out = x.new_empty(*x.shape[:2], weight.shape[1])
         if len(x):
-            _forward[(heads, len(x))](x, weight, out, S=ctx.shape, **FORWARD)
+            _forward[(heads * len(x),)](x, weight, out, S=ctx.shape, **FORWARD)
         ctx.save_for_backward(x, weight, out)
         return out
 
@@ -67,18 +66,13 @@ class _Interact(torch.autograd.Function):
 
 
 @triton.jit
-def _vectors(sample, S: tl.constexpr):
-    """Return where a sample's vectors lie and which are there, [F, D]."""
-    field, column = tl.arange(0, S.BLOCK_F)[:, None], tl.arange(0, S.BLOCK_D)[None, :]
-    return (sample * S.F + field.to(tl.int64)) * S.D + column, (field < S.F) & (column < S.D)
-
-
-@triton.jit
-def _results(sample, head, S: tl.constexpr):
-    """Return where a head's results for a sample lie and which are there, [F, K]."""
-    field, column = tl.arange(0, S.BLOCK_F)[:, None], tl.arange(0, S.BLOCK_K)[None, :]
-    row = sample * S.F + field.to(tl.int64)
-    return (row * S.H + head) * S.K + column, (field < S.F) & (column < S.K)
+def _vectors(
+    sample, first, STRIDE: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr
+):
+    """Return where columns of a sample's vectors lie, [F, columns], and which are there."""
+    field, column = tl.arange(0, S.BLOCK_F)[:, None], tl.arange(0, BLOCK)[None, :]
+    offset = (sample * S.F + field.to(tl.int64)) * STRIDE + first + column
+    return offset, (field < S.F) & (column < COLUMNS)
 
 
 @triton.jit
@@ -120,14 +114,14 @@ def _attend(vectors, weights, S: tl.constexpr):
 
 @triton.jit
 def _forward(x, weight, out, S: tl.constexpr):
-    head, sample = tl.program_id(0), tl.program_id(1)
-    offset, inside = _vectors(sample, S)
+    sample, head = tl.program_id(0) // S.H, tl.program_id(0) % S.H
+    offset, inside = _vectors(sample, 0, S.D, S.D, S.BLOCK_D, S)
     vectors = tl.load(x + offset, mask=inside, other=0.0)
     offset, inside = _weights(head, S)
     weights = tl.load(weight + offset, mask=inside, other=0.0).to(vectors.dtype)
     _, _, value, total, attention = _attend(vectors, weights, S)
     total += _dot(attention.to(vectors.dtype), value, S)
-    offset, inside = _results(sample, head, S)
+    offset, inside = _vectors(sample, head * S.K, S.H * S.K, S.K, S.BLOCK_K, S)
     # As torch, NaN where the sum is NaN.
     tl.store(out + offset, tl.where(total <= 0, 0.0, total).to(vectors.dtype), mask=inside)
 
@@ -139,11 +133,11 @@ def _backward(grad, x, weight, out, of_x, partial, samples, S: tl.constexpr):
         weights = tl.load(weight + place, mask=exists, other=0.0).to(x.dtype.element_ty)
         of_weights = tl.zeros((4 * tl.constexpr(S.BLOCK_K), tl.constexpr(S.BLOCK_D)), tl.float32)
         for sample in range(tl.program_id(0), samples, tl.num_programs(0)):
-            offset, inside = _results(sample, head, S)
+            offset, inside = _vectors(sample, head * S.K, S.H * S.K, S.K, S.BLOCK_K, S)
             result = tl.load(out + offset, mask=inside, other=0.0)
             slope = tl.load(grad + offset, mask=inside, other=0.0)
             slope = tl.where(result <= 0, 0.0, slope).to(x.dtype.element_ty)
-            offset, inside = _vectors(sample, S)
+            offset, inside = _vectors(sample, 0, S.D, S.D, S.BLOCK_D, S)
             vectors = tl.load(x + offset, mask=inside, other=0.0)
             query, key, value, _, attention = _attend(vectors, weights, S)
             of_value = _dot(tl.trans(attention.to(vectors.dtype)), slope, S)

@@ -198,7 +198,7 @@ def build_fields() -> None:
         dtypes = dict.fromkeys(names, dtype) | of_columns | {"eps": "fp32"}
         aligned = [name for name in dtypes if name not in ("eps", "small")]
         shape = field_attention.Shape(
-            fields, 2 * columns, 2, columns, block, 2 * columns, columns, precision
+            fields, 2 * columns, columns, 2, block, 2 * columns, columns, precision
         )
         for kernel, options in (
             (field_attention._forward, field_attention.FORWARD),
