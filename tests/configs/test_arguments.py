@@ -108,7 +108,7 @@ def test_home_directories_of_files_by_name_are_those_of_a_shell():
     assert config.checkpoint.restore_tables == {"cat_0": f"{Path.home()}/x"}
     assert config.model.pretrained == {"cat_1": f"{Path.home()}/y.npy"}
     nobody = files[1].replace("~", "~nobody_of_this_name")
-    with pytest.raises(ValueError, match="model.pretrained.cat_1='~nobody_of_this_name/y.npy'"):
+    with pytest.raises(ValueError, match=r"model\.pretrained\.cat_1='~nobody_of_this_name/y\.npy'"):
         compose_config(*TINY, files[0], nobody, *more)
 
 
