@@ -140,30 +140,29 @@ def short_names(options: Sequence[str], taken: Collection[str] = ()) -> list[str
     ]
 
 
-def expand_home(composed: DictConfig, schema: type) -> None:
+def expand_home(composed: DictConfig, schema: type, prefix: str = "") -> None:
     """Replace a leading `~` by the home directory in options that name files, as a shell does; ValueError for no such user."""
     for option in _path_options(schema):
         value = OmegaConf.select(composed, option)
-        if isinstance(value, str):
-            OmegaConf.update(composed, option, _expanded(option, value))
-        elif isinstance(value, ListConfig):
-            expanded = [
-                _expanded(option, item) if isinstance(item, str) else item for item in value
-            ]
-            OmegaConf.update(composed, option, expanded)
+        if value is not None:
+            OmegaConf.update(composed, option, _expanded(f"{prefix}{option}", value))
 
 
 def _path_options(schema: type, prefix: str = "") -> Iterator[str]:
     for declared in fields(schema):
         option = f"{prefix}{declared.name}"
-        if declared.metadata.get("path"):
+        if declared.metadata.get("path") or declared.metadata.get("paths"):
             yield option
         elif is_dataclass(declared.type):
             yield from _path_options(declared.type, f"{option}.")  # type: ignore[arg-type]
 
 
-def _expanded(option: str, path: str) -> str:
-    if not path.startswith("~"):
+def _expanded(option: str, path: Any) -> Any:
+    if isinstance(path, ListConfig):
+        return [_expanded(option, item) for item in path]
+    if isinstance(path, DictConfig):
+        return {name: _expanded(f"{option}.{name}", item) for name, item in path.items()}
+    if not isinstance(path, str) or not path.startswith("~"):
         return path
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):

@@ -39,6 +39,7 @@ def option(
     most: int | None = None,
     filled: bool = False,
     path: bool = False,
+    paths: bool = False,
     numerical: bool = False,
     replaces: str | None = None,
     required: str = "",
@@ -48,11 +49,11 @@ def option(
 
     `gt`, `ge`, `lt` and `le` bound the option, or each of its elements; null is within all bounds. `most` is the largest
     value, checked before any class is made (`configs/option_values.py`). A list that is `filled` names at least one. With
-    `path` the option names files, so `~` is the home directory. One of a model that is `numerical` names a numerical feature
-    with a meaning of its own, which `model.numerical_encoding` leaves as it is. The option `replaces` of the same section has
-    no effect while this one has a value, and `configs/overrides.py` lets the command line name only one of them. An option
-    that is `required` has a value, which this text describes; its default is null or empty. One that is `only` of values of
-    other options in its section, such as `mode=eval`, has its default with others.
+    `path` the option names files, so `~` is the home directory; with `paths` it names one by name. One of a model that is
+    `numerical` names a numerical feature with a meaning of its own, which `model.numerical_encoding` leaves as it is. The
+    option `replaces` of the same section has no effect while this one has a value, and `configs/overrides.py` lets the command
+    line name only one of them. An option that is `required` has a value, which this text describes; its default is null or
+    empty. One that is `only` of values of other options in its section, such as `mode=eval`, has its default with others.
     """
     bounds = {
         name: bound
@@ -63,7 +64,7 @@ def option(
         bounds[FILLED] = True
     meaning += " (required)" * bool(required) + f" (with {only})" * bool(only)
     metadata: dict[str, Any] = {"help": meaning, "most": most, "path": path, "bounds": bounds}
-    metadata |= {"numerical": numerical, "replaces": replaces, "required": required}
+    metadata |= {"paths": paths, "numerical": numerical, "replaces": replaces, "required": required}
     metadata["only"] = dict(part.split("=") for part in only.split())
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)

@@ -339,6 +339,7 @@ class ModelConfig(Section):
         None,
         "vectors that are not trained, by feature: {item: items.npy}, float [rows, columns], with the columns in "
         "embedding_dims (docs/models.md)",
+        paths=True,
     )
     sequence_pooling: EventPooling = option(
         EventPooling.sum,
@@ -1036,6 +1037,7 @@ class CheckpointConfig(Section):
     restore_tables: Any = option(
         None,
         "checkpoints, by table, from which single tables come in place of that of restore: {cat_0: PATH}",
+        paths=True,
     )
     mirror: str | None = option(
         None, "s3://BUCKET/FOLDER for copies of checkpoints and records, from which runs resume"

@@ -27,8 +27,16 @@ def mlp(p: Parameters, name: str, x: Tensor, *, final_relu: bool = False) -> Ten
     for number in range(count):
         x = linear(p, f"{name}.layers.{number}", x)
         if final_relu or number < count - 1:
-            x = x.clamp(min=0)
+            x = normalised(p, f"{name}.norms.{number}", x).clamp(min=0)
     return x
+
+
+def normalised(p: Parameters, name: str, x: Tensor) -> Tensor:
+    """Normalise columns over all rows, if the model has that batch normalization."""
+    if f"{name}.weight" not in p:
+        return x
+    rstd = 1 / torch.sqrt(x.var(0, unbiased=False) + 1e-5)
+    return (x - x.mean(0)) * rstd * p[f"{name}.weight"] + p[f"{name}.bias"]
 
 
 def encoded(p: Parameters, key: str, numerical: Tensor) -> list[Tensor]:
@@ -194,7 +202,7 @@ def din(
     x = torch.cat(parts, 1)
     layers = sum(key.startswith("top.layers.") for key in p) // 2
     for number in range(layers - 1):
-        x = linear(p, f"top.layers.{number}", x)
+        x = normalised(p, f"top.norms.{number}", linear(p, f"top.layers.{number}", x))
         activation = f"top.activations.{number}"
         if f"{activation}.alpha" in p:
             deviation = (x.var(0, unbiased=False) + 1e-8).sqrt()
@@ -323,9 +331,11 @@ def fcn_branches(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor]) ->
     logits = []
     for branch in ("deep", "shallow"):
         x = first
-        for number in range(sum(k.startswith(f"{branch}.") and k.endswith("norm.bias") for k in p)):
+        for number in range(
+            sum(k.startswith(f"{branch}.") and k.endswith(".norm.bias") for k in p)
+        ):
             layer = f"{branch}.layers.{number}"
-            c = x @ p[f"{layer}.linear.weight"].T
+            c = normalised(p, f"{layer}.batch_norm", x @ p[f"{layer}.linear.weight"].T)
             norm = layer_norm(c) * p[f"{layer}.norm.weight"] + p[f"{layer}.norm.bias"]
             crossed = torch.cat([c, c * norm.clamp(min=0)], 1) + p[f"{layer}.bias"]
             x = (x if branch == "deep" else first) * crossed + x
@@ -413,32 +423,43 @@ def pepnet(
         for number in range(count - 1):
             width = len(p[f"{tower}.{number}.bias"])
             gates = gate(f"layer_gates.{number}", prior, x)[:, task * width : (task + 1) * width]
-            hidden = linear(p, f"{tower}.{number}", hidden).clamp(min=0) * gates
+            hidden = linear(p, f"{tower}.{number}", hidden)
+            norm = tower.replace("layers", f"norms.{number}")
+            hidden = normalised(p, norm, hidden).clamp(min=0) * gates
         logits.append(linear(p, f"{tower}.{count - 1}", hidden))
     return torch.cat(logits, 1) if tasks > 1 else logits[0][:, 0]
 
 
 def star(p: Parameters, numerical: Tensor, lookups: Sequence[Tensor], *, tasks: int, domain: int):
     """Take row after row through the network of its domain, normalised over the domain's rows."""
+
+    def of_domain(name: str, number: int, x: Tensor) -> Tensor:
+        if f"{name}.scale" not in p:
+            return x
+        x = (x - x.mean(0)) / torch.sqrt(x.var(0, unbiased=False) + 1e-5)
+        x = x * p[f"{name}.scale"] * p[f"{name}.domain_scale"][number]
+        return x + p[f"{name}.bias"] + p[f"{name}.domain_bias"][number]
+
     others = [number for number in range(numerical.shape[1]) if number != domain]
     x = torch.cat([numerical[:, others], *lookups], 1)
     logits = torch.zeros(len(x), tasks, dtype=x.dtype)
+    auxiliary = x.new_zeros(len(x), p["domain_vectors"].shape[1])
     for number in numerical[:, domain].unique().long().tolist():
         rows = numerical[:, domain] == number
-        some = x[rows]
-        normal = (some - some.mean(0)) / torch.sqrt(some.var(0, unbiased=False) + 1e-5)
-        hidden = normal * p["norm.scale"] * p["norm.domain_scale"][number]
-        hidden = hidden + p["norm.bias"] + p["norm.domain_bias"][number]
+        hidden = of_domain("norm", number, x[rows])
         count = sum(key.startswith("layers.") and key.endswith(".weight") for key in p)
         for layer in range(count):
             weight = p[f"layers.{layer}.weight"] * p[f"layers.{layer}.domain_weight"][number]
             bias = p[f"layers.{layer}.bias"] + p[f"layers.{layer}.domain_bias"][number, 0]
             hidden = hidden @ weight[: hidden.shape[1]] + bias
-            hidden = hidden if layer == count - 1 else hidden.clamp(min=0)
-        vectors = p["domain_vectors"][number].expand(len(some), -1)
-        inputs = torch.cat([some, vectors], 1)
-        towers = [mlp(p, f"auxiliary.towers.{task}", inputs) for task in range(tasks)]
-        logits = logits.index_put((rows.nonzero()[:, 0],), hidden + torch.cat(towers, 1))
+            if layer < count - 1:
+                hidden = of_domain(f"norms.{layer}", number, hidden).clamp(min=0)
+        logits = logits.index_put((rows.nonzero()[:, 0],), hidden)
+        vectors = p["domain_vectors"][number].expand(len(hidden), -1)
+        auxiliary = auxiliary.index_put((rows.nonzero()[:, 0],), vectors)
+    inputs = torch.cat([x, auxiliary], 1)
+    towers = [mlp(p, f"auxiliary.towers.{task}", inputs) for task in range(tasks)]
+    logits = logits + torch.cat(towers, 1)
     return logits if tasks > 1 else logits[:, 0]
 
 

@@ -107,8 +107,12 @@ class MLP(nn.Module):
     def _rest_plain(self, x: Tensor, start: int) -> Tensor:
         x = x if start else self.pad(x)
         for index in range(start, len(self.layers)):
-            x = self._activate(self.layers[index](x), index)
+            x = self.hidden(x, index)
         return x
+
+    def hidden(self, x: Tensor, index: int) -> Tensor:
+        """Map the padded input of a layer to its output, behind norm, ReLU and dropout."""
+        return self._activate(self.layers[index](x), index)
 
     def _activate(self, x: Tensor, index: int) -> Tensor:
         if index == len(self.layers) - 1 and not self.final_activation:

@@ -8,6 +8,7 @@ from nn.embedding.declared_tables import Tables, one_table_per_feature
 from nn.layers.interactions.adaptive_mlp import AdaptiveMLP
 from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import AdaptiveActivation, DINOptions
 from nn.models.sequences import FixedHistories, SequenceInput, find_history
@@ -54,7 +55,7 @@ class DIN(Model):
             item_columns + self._columns + num_others,
             options.hidden,
             dice=options.activation is AdaptiveActivation.dice,
-            dropout=options.dropout,
+            **rates(options),
         )
 
     @classmethod

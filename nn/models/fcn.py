@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.layers.batch_norm import BatchNorm
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import initialise_without_bias_, normal_, uniform_
 from nn.layers.pass_state import PassLayer
@@ -20,11 +21,15 @@ from nn.ops.fused_linear import as_autocast, can_fuse
 
 
 class MaskedCrossLayer(nn.Module):
-    """x' = a * ([c, c * ReLU(LN(c))] + b) + x with c = W x (sections 4.2 and 4.3); a is x, or the first x of all layers."""
+    """x' = a * ([c, c * ReLU(LN(c))] + b) + x with c = W x (sections 4.2 and 4.3); a is x, or the first x of all layers.
 
-    def __init__(self, columns: int, dropout: float) -> None:
+    With `batch_norm` c = BN(W x), as the authors' program has it, but with moments of every column.
+    """
+
+    def __init__(self, columns: int, dropout: float, *, batch_norm: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(columns, columns // 2, bias=False)
+        self.batch_norm = BatchNorm(columns // 2) if batch_norm else nn.Identity()
         self.norm = LayerNorm(columns // 2)
         self.bias = nn.Parameter(torch.empty(columns))
         self.dropout = Dropout(dropout)
@@ -37,14 +42,14 @@ class MaskedCrossLayer(nn.Module):
 
     def forward(self, factor: Tensor, x: Tensor) -> Tensor:
         """Map the factor a [B, C] and x [B, C] to [B, C]."""
-        if can_fuse(x, self.linear.weight):
+        if isinstance(self.batch_norm, nn.Identity) and can_fuse(x, self.linear.weight):
             # Only CUDA builds of torch include Triton.
             from nn.ops.triton.cross_net import masked_cross
 
             parameters = self.linear.weight, self.norm.weight, self.norm.bias, self.bias
             pair = as_autocast(factor), as_autocast(x)
             return masked_cross(*pair, self.dropout.mask, self.norm.eps, parameters)
-        crossed = self.linear(x)
+        crossed = self.batch_norm(self.linear(x))
         mask = torch.relu(self.norm(crossed))
         both = torch.cat([crossed, crossed * mask], dim=1) + self.bias.to(crossed.dtype)
         return self.dropout(torch.addcmul(x, factor, both))
@@ -53,10 +58,14 @@ class MaskedCrossLayer(nn.Module):
 class CrossBranch(nn.Module):
     """A stack of `MaskedCrossLayer` and its logit; exponential if each layer's factor is its own input."""
 
-    def __init__(self, columns: int, layers: int, dropout: float, *, exponential: bool) -> None:
+    def __init__(
+        self, columns: int, layers: int, dropout: float, *, exponential: bool, batch_norm: bool
+    ) -> None:
         super().__init__()
         self.exponential = exponential
-        made = nn.ModuleList(MaskedCrossLayer(columns, dropout) for _ in range(layers))
+        made = nn.ModuleList(
+            MaskedCrossLayer(columns, dropout, batch_norm=batch_norm) for _ in range(layers)
+        )
         self.layers = cast(Sequence[MaskedCrossLayer], made)
         self.logit = nn.Linear(columns, 1)
         self.initialise(torch.default_generator)
@@ -115,18 +124,21 @@ class FCN(VectorModel):
 
     def __init__(self, options: FCNOptions, spec: FeatureSpec) -> None:
         super().__init__(options, spec)
+        columns, norm = self.vectors.columns, {"batch_norm": options.batch_norm}
         self.deep = CrossBranch(
-            self.vectors.columns, options.deep_layers, options.deep_dropout, exponential=True
+            columns, options.deep_layers, options.deep_dropout, exponential=True, **norm
         )
         self.shallow = CrossBranch(
-            self.vectors.columns, options.shallow_layers, options.shallow_dropout, exponential=False
+            columns, options.shallow_layers, options.shallow_dropout, exponential=False, **norm
         )
         self.tri_bce = TriBCE()
         self._layers = options.deep_layers + options.shallow_layers
+        self._is_fused = not options.batch_norm
 
     def activations(self) -> Activations:
-        """Return what kernels keep of a cross layer beside x, c, and as much again beside the gradient of x for its own."""
-        return Activations(backward_columns=(1 + self._layers) * self.vectors.columns // 2)
+        """Return what a cross layer keeps beside x: kernels c, and as much for its gradient; others also mask and factor of x."""
+        halves = 1 + self._layers if self._is_fused else 2 + 5 * self._layers
+        return Activations(backward_columns=halves * self.vectors.columns // 2)
 
     def add_losses(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
         return self.tri_bce.share(share, share_of)

@@ -10,6 +10,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.dropout import Dropout
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.models.features import rates
 from nn.models.model import Activations, VectorModel
 from nn.models.options import MaskNetOptions, MaskStructure
 
@@ -88,7 +89,7 @@ class MaskNet(VectorModel):
             blocks[-1] if self.is_serial else sum(blocks),
             [*hidden, 1],
             final_activation=False,
-            dropout=options.dropout,
+            **rates(options),
         )
 
     def activations(self) -> Activations:

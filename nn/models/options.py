@@ -88,12 +88,18 @@ class DCNv2Options(_TwoMLPOptions):
 
 
 @dataclass(kw_only=True, slots=True)
-class _DeepOptions(ModelConfig):
-    hidden: list[int] = widths([400, 400, 400], "widths of the MLP's hidden layers")
+class _TowerOptions(ModelConfig):
+    """Options of `nn.models.features.rates`."""
+
     dropout: float = rate(0.0, "rate of the dropout after every hidden layer")
     batch_norm: bool = option(
-        False, "normalise hidden layers over the rows of the global batch, before their ReLU"
+        False, "normalise hidden layers over the rows of the global batch, before their activation"
     )
+
+
+@dataclass(kw_only=True, slots=True)
+class _DeepOptions(_TowerOptions):
+    hidden: list[int] = widths([400, 400, 400], "widths of the MLP's hidden layers")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -170,7 +176,7 @@ MaskStructure = StrEnum("MaskStructure", "serial parallel")
 
 
 @dataclass(kw_only=True, slots=True)
-class MaskNetOptions(ModelConfig):
+class MaskNetOptions(_TowerOptions):
     """Options of MaskNet."""
 
     embedding_dim: int = option(10, "columns of every feature's vector", most=MOST_COLUMNS)
@@ -195,7 +201,7 @@ class MaskNetOptions(ModelConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class WuKongOptions(ModelConfig):
+class WuKongOptions(_TowerOptions):
     """Options of WuKong."""
 
     embedding_dim: int = option(16, "columns of every vector", most=MOST_COLUMNS)
@@ -214,7 +220,6 @@ class WuKongOptions(ModelConfig):
         [256], "widths of the hidden layers before the vector of the numericals"
     )
     hidden: list[int] = widths([256], "widths of the last MLP's hidden layers")
-    dropout: float = rate(0.0, "rate of the dropout after the hidden layers of blocks and top")
 
 
 AdaptiveActivation = StrEnum("AdaptiveActivation", "prelu dice")
@@ -230,7 +235,7 @@ class AttentionPooling(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class DINOptions(ModelConfig):
+class DINOptions(_TowerOptions):
     """Options of DIN."""
 
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
@@ -265,7 +270,6 @@ class DINOptions(ModelConfig):
         AdaptiveActivation.prelu,
         "activation of the MLP: prelu, or dice, whose step lies at the mean of the global batch",
     )
-    dropout: float = rate(0.0, "rate of the dropout after every hidden layer of the MLP")
 
 
 OF_GROUP = "sequence group with the events; null: the only one"
@@ -353,13 +357,9 @@ class SIMOptions(_SequenceOptions):
 
 
 @dataclass(kw_only=True, slots=True)
-class _TaskOptions(ModelConfig):
+class _TaskOptions(_TowerOptions):
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     tower_hidden: list[int] = widths([64], "widths of the hidden layers of every task's tower")
-    dropout: float = rate(0.0, "rate of the dropout after every hidden layer")
-    batch_norm: bool = option(
-        False, "normalise hidden layers over the rows of the global batch, before their ReLU"
-    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -427,6 +427,9 @@ class FCNOptions(ModelConfig):
         0.1, "rate of the dropout after every layer of the exponential network"
     )
     shallow_dropout: float = rate(0.3, "the same in the linear network")
+    batch_norm: bool = option(
+        False, "normalise a layer's product over the rows of the global batch, before its mask"
+    )
 
     def check_relations(self) -> None:
         require(
@@ -469,7 +472,7 @@ class ESMMOptions(_TaskOptions):
 
 
 @dataclass(kw_only=True, slots=True)
-class PEPNetOptions(ModelConfig):
+class PEPNetOptions(_TowerOptions):
     """Options of PEPNet."""
 
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
@@ -483,7 +486,7 @@ class PEPNetOptions(ModelConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class STAROptions(ModelConfig):
+class STAROptions(_TowerOptions):
     """Options of STAR."""
 
     embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
@@ -582,9 +585,12 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
     found = {}
     hidden: Sequence[int] = [1]
     if isinstance(options, MaskNetOptions) and options.structure is MaskStructure.serial:
-        found["hidden"] = "the hidden layers are those of model.structure=parallel"
+        for name in ("hidden", "batch_norm"):
+            found[name] = "the hidden layers are those of model.structure=parallel"
     elif isinstance(options, WuKongOptions):
         hidden = [*options.fm_hidden, *options.hidden]
+    elif isinstance(options, STAROptions):
+        hidden = [*options.hidden, *options.auxiliary_hidden]
     elif isinstance(options, _TwoMLPOptions):
         hidden = options.top_mlp[:-1]
     elif isinstance(options, _DeepOptions | MaskNetOptions | DINOptions):

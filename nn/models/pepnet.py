@@ -10,7 +10,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.models.features import chosen_features, in_table_order
+from nn.models.features import chosen_features, in_table_order, rates
 from nn.models.model import Activations, Model
 from nn.models.options import PEPNetOptions
 
@@ -62,7 +62,9 @@ class PEPNet(Model):
             for width in options.tower_hidden
         )
         self.layer_gates = cast(Sequence[GateUnit], gates)
-        self.towers = Towers(self._columns, len(spec.labels), options.tower_hidden)
+        self.towers = Towers(
+            self._columns, len(spec.labels), options.tower_hidden, **rates(options)
+        )
 
     def activations(self) -> Activations:
         """Return what gates keep beside the inputs of their layers: sigmoids, and the products' factors."""
@@ -84,7 +86,7 @@ class PEPNet(Model):
         logits = []
         for task, tower in enumerate(cast(Sequence[MLP], self.towers.towers)):
             hidden = tower.pad(gated)
-            for layer, gate in zip(tower.layers[:-1], gates, strict=True):
-                hidden = torch.relu(layer(hidden)) * gate[task]
+            for number, gate in enumerate(gates):
+                hidden = tower.hidden(hidden, number) * gate[task]
             logits.append(tower.layers[-1](hidden))
         return (logits[0].squeeze(1) if count == 1 else torch.cat(logits, dim=1)).float()

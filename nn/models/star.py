@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.batch_norm import PartitionedNorm
+from nn.layers.dropout import Dropout
 from nn.layers.initialization import truncated_normal_
 from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import round_up
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
-from nn.models.features import chosen_features
+from nn.models.features import chosen_features, rates
 from nn.models.model import Activations, Model
 from nn.models.options import STAROptions
 from nn.ops.fused_linear import as_autocast
@@ -49,8 +50,8 @@ class STAR(Model):
 
     x are the other numerical features and the embeddings; v_p is the vector of the row's domain p, the number in
     `model.domain`. Another number than 0 to `model.domains` - 1 gives NaN, which ends training or evaluation. Every row
-    passes through the networks of all P domains, of which it takes its own. Raises ValueError: `model.domain` is no
-    numerical feature of the dataset.
+    passes through the networks of all P domains, of which it takes its own. `model.batch_norm` is PN of every hidden layer, and
+    batch normalization of the auxiliary network. Raises ValueError: `model.domain` is no numerical feature of the dataset.
     """
 
     Options = STAROptions
@@ -71,9 +72,13 @@ class STAR(Model):
         self._widths = [columns + self._padding, *options.hidden, num_tasks]
         layers = nn.ModuleList(StarLayer(domains, *sizes) for sizes in pairwise(self._widths))
         self.layers = cast(Sequence[StarLayer], layers)
+        widths = options.hidden if options.batch_norm else []
+        self.norms = nn.ModuleList(PartitionedNorm(domains, width) for width in widths)
+        rate, count = options.dropout, len(options.hidden)
+        self.dropouts = nn.ModuleList(Dropout(rate) for _ in range(count if rate else 0))
         self.domain_vectors = nn.Parameter(torch.empty(domains, options.embedding_dim))
         self.auxiliary = Towers(
-            columns + options.embedding_dim, num_tasks, options.auxiliary_hidden
+            columns + options.embedding_dim, num_tasks, options.auxiliary_hidden, **rates(options)
         )
         self.initialise(torch.default_generator)
 
@@ -87,8 +92,9 @@ class STAR(Model):
         """Return what norm and networks keep, and the operations of the networks' products."""
         domains, columns = len(self.domain_vectors), self.norm.scale.numel()
         products = sum(before * after for before, after in pairwise(self._widths))
+        norms = 6 * sum(self._widths[1:-1]) if self.norms else 0
         return Activations(
-            backward_columns=6 * columns + 2 * domains * sum(self._widths),
+            backward_columns=6 * columns + 2 * domains * sum(self._widths) + norms,
             reread_columns=columns - self.prefix_columns,
             products={"domain networks": 2 * domains * products},
         )
@@ -101,11 +107,21 @@ class STAR(Model):
         chosen = (numerical[:, self._domain, None] == domains).to(self.domain_vectors.dtype)
         hidden = nn.functional.pad(self.norm(x, chosen), (0, self._padding))
         hidden = hidden.expand(len(domains), -1, -1)
-        for layer in self.layers[:-1]:
-            hidden = torch.relu(layer(hidden))
-        logits = (self.layers[-1](hidden) * chosen.T.unsqueeze(2)).sum(0).float()
+        for number, layer in enumerate(self.layers[:-1]):
+            hidden = layer(hidden)
+            if self.norms or self.dropouts:  # Each row counts once, in its own domain.
+                hidden = _own(hidden, chosen)
+            hidden = torch.relu(self.norms[number](hidden, chosen) if self.norms else hidden)
+            hidden = self.dropouts[number](hidden) if self.dropouts else hidden
+            hidden = hidden.expand(len(domains), -1, -1)
+        logits = _own(self.layers[-1](hidden), chosen).float()
         vectors = (chosen @ self.domain_vectors).to(x.dtype)
         auxiliary = self.auxiliary([torch.cat([x, vectors], 1)] * logits.shape[1])
         is_known = chosen.sum(1).float()
         logits = logits + 0 / is_known.unsqueeze(1)
         return auxiliary + (logits.squeeze(1) if auxiliary.dim() == 1 else logits)
+
+
+def _own(x: Tensor, chosen: Tensor) -> Tensor:
+    """Return the values of each row's domain, [B, W], of those of all domains [P, B, W]."""
+    return (x * chosen.T.unsqueeze(2)).sum(0)

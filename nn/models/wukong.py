@@ -10,6 +10,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.initialization import truncated_normal_
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
+from nn.models.features import rates
 from nn.models.model import Activations, Model
 from nn.models.options import WuKongOptions
 
@@ -55,7 +56,7 @@ class WuKongLayer(nn.Module):
             inputs * rank,
             [*options.fm_hidden, num_fm * embedding_dim],
             final_activation=False,
-            dropout=options.dropout,
+            **rates(options),
         )
         self.linear = Recombination(inputs, num_linear)
         self.residual = (
@@ -91,7 +92,7 @@ class WuKong(Model):
         sizes += [options.fm_vectors + options.linear_vectors] * options.layers
         self.layers = nn.ModuleList(WuKongLayer(size, dim, options) for size in sizes[:-1])
         self.top = MLP(
-            sizes[-1] * dim, [*options.hidden, 1], final_activation=False, dropout=options.dropout
+            sizes[-1] * dim, [*options.hidden, 1], final_activation=False, **rates(options)
         )
         self._dim, self._sizes, self._rank = dim, sizes, options.compression
 

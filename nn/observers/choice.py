@@ -1,5 +1,6 @@
 """The observers of a run: those of the project, and those of a user that `log.observers` or the library's `Training` names."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ def check_events(name: str, observer: Observer) -> None:
     """Raise ValueError if the observer called `name` has a method `on_...` that no event calls."""
     events = [method for method in dir(Observer) if method.startswith("on_")]
     for method in sorted({*dir(observer)} - {*events}):
-        # Other attributes may have such a name too, as on_gpu.
-        if method.startswith("on_") and callable(getattr(observer, method)):
+        # Other attributes may have such a name too, as on_gpu; a property is not asked for its value.
+        found = inspect.getattr_static(observer, method, None)
+        if method.startswith("on_") and (callable(found) or isinstance(found, classmethod)):
             raise ValueError(
                 f"the observer {name} has {method}, which is no event; want {', '.join(events)}"
             )

@@ -111,6 +111,8 @@ def _open_output(
 
     def open_on_rank0() -> int:
         origin = {"checkpoint": str(start.checkpoint), "steps": str(start.num_steps)}
+        others = config.checkpoint.restore_tables
+        origin |= {f"checkpoint of {table}": path for table, path in others.items()}
         context = open_output(
             output_path(config),
             rows.named,

@@ -329,16 +329,12 @@ def test_runs_are_grouped_by_recipe_with_means_over_seeds_and_the_baseline(tmp_p
     lines = [line.strip() for line in ended.out.splitlines() if line.strip("─ ")]
     assert lines[0].split("  ")[0] == "mean ± deviation over seeds"
     assert [line.split() for line in lines[1:4]] == [
-        *(
-            ["dlrm,", "model", "deepfm", "2"]
-            + 2 * ["0.7450", "±", "0.0071"]
-            + ["0.2550", "±", "0.0071"],
-        ),
+        *(["deepfm", "2"] + 2 * ["0.7450", "±", "0.0071"] + ["0.2550", "±", "0.0071"],),
         *(["dlrm", "lr=0.1", "2"] + 2 * ["0.7100", "±", "0.0141"] + ["0.2900", "±", "0.0141"],),
         *(["dlrm", "lr=0.3", "1", "0.6900", "0.6900", "0.3100"],),
     ]
     # The options of a model and of the log are no difference within a recipe.
-    assert lines[4] == "dlrm, model deepfm"
+    assert lines[4] == "deepfm"
     assert "dropout" not in ended.out
     assert "every" not in ended.out
     assert lines[5].split()[:4] == ["run", "state", "seed", "best"]
@@ -355,7 +351,7 @@ def test_runs_are_grouped_by_recipe_with_means_over_seeds_and_the_baseline(tmp_p
 def test_curves_are_named_by_what_differs(tmp_path):
     found = [RunRecord.read(path) for path in find_runs([str(write_seeds(tmp_path))])]
     assert names_of(found)[0] == "dlrm lr=0.1 seed=1"
-    assert names_of(found)[3:] == ["dlrm, model deepfm seed=1", "dlrm, model deepfm seed=2"]
+    assert names_of(found)[3:] == ["deepfm seed=1", "deepfm seed=2"]
     assert names_of(found[:1]) == ["00-dlrm,seed=1"]
 
 

@@ -101,6 +101,17 @@ def test_a_home_directory_that_does_not_exist_is_refused():
     )
 
 
+def test_home_directories_of_files_by_name_are_those_of_a_shell():
+    files = ["checkpoint.restore_tables={cat_0: '~/x'}", "model.pretrained={cat_1: '~/y.npy'}"]
+    more = ["checkpoint.restore=z", "model.embedding_dims={cat_1: 3}", "model.name=deepfm"]
+    config = compose_config(*TINY, *files, *more)
+    assert config.checkpoint.restore_tables == {"cat_0": f"{Path.home()}/x"}
+    assert config.model.pretrained == {"cat_1": f"{Path.home()}/y.npy"}
+    nobody = files[1].replace("~", "~nobody_of_this_name")
+    with pytest.raises(ValueError, match=r"model\.pretrained\.cat_1='~nobody_of_this_name/y\.npy'"):
+        compose_config(*TINY, files[0], nobody, *more)
+
+
 def test_flags_may_stand_anywhere():
     arguments = ["seed=3", "--cfg", "job", "train.epochs=2", "-cn=dcnv2", "seed=4"]
     assert hydra_arguments(arguments, TRAINING) == [

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.helpers.distributed import free_port
+
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 # Debian installs daemons outside a user's PATH.
@@ -219,14 +221,10 @@ def _parent(pid: int) -> int:
 
 
 def _free_ports(number: int) -> list[int]:
-    probes = [socket.socket() for _ in range(number)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    found: set[int] = set()
+    while len(found) < number:
+        found.add(free_port())
+    return [*found]
 
 
 if __name__ == "__main__":

@@ -36,12 +36,18 @@ class Dice(nn.Module):
 class AdaptiveMLP(nn.Module):
     """Hidden layers with a learned activation, and a linear layer with one output.
 
-    I is `num_inputs`. `dice`: whether the activation is Dice; else PReLU. `kept_columns`: columns that the backward pass
-    keeps beside the layers' own: inputs of the activations.
+    I is `num_inputs`. `dice`: whether the activation is Dice; else PReLU. `dropout`, `batch_norm`: as of `MLP`. `kept_columns`:
+    columns that the backward pass keeps beside the layers' own: inputs of the activations.
     """
 
     def __init__(
-        self, num_inputs: int, hidden: Sequence[int], *, dice: bool, dropout: float = 0.0
+        self,
+        num_inputs: int,
+        hidden: Sequence[int],
+        *,
+        dice: bool,
+        dropout: float = 0.0,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
         sizes = [num_inputs, *hidden, 1]
@@ -50,6 +56,9 @@ class AdaptiveMLP(nn.Module):
         activation = Dice if dice else nn.PReLU
         self.activations = nn.ModuleList(activation(width) for width in hidden)
         self.dropout = nn.ModuleList(Dropout(dropout) for _ in hidden)
+        self.norms = nn.ModuleList(
+            BatchNorm(width) if batch_norm else nn.Identity() for width in hidden
+        )
         self.kept_columns = sum(hidden)
         self.initialise(torch.default_generator)
 
@@ -59,8 +68,8 @@ class AdaptiveMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, I] to logits [B]."""
-        for layer, activation, dropout in zip(
-            self.layers[:-1], self.activations, self.dropout, strict=True
+        for layer, norm, activation, dropout in zip(
+            self.layers[:-1], self.norms, self.activations, self.dropout, strict=True
         ):
-            x = dropout(activation(layer(x)))
+            x = dropout(activation(norm(layer(x))))
         return self.layers[-1](x).squeeze(1)

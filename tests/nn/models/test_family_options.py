@@ -270,6 +270,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "wide_deep.deep_features": {"wide_features": ["kind", "kinds"]},
     "rankmixer.active_experts": {"experts": 2},
     "masknet.hidden": {"structure": "parallel"},
+    "masknet.batch_norm": {"structure": "parallel"},
     **{
         name: {"item_features": ["item"], "sequence": "history", "embedding_dim": 20}
         for name in OF_EVENTS

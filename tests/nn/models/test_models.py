@@ -347,9 +347,10 @@ def deepfm_of_a_user(folder: Path) -> None:
     [
         (["model.name=deepfm", "model.top_mlp=[64,1]"], "model.top_mlp is an option of dlrm, dcnv2, and"),
         (["model.name=deepfm", "+model.top_mlp=[64,1]"], "model.top_mlp is an option of dlrm, dcnv2, and"),
-        (["model.name=masknet", "model.batch_norm=true"], "model.batch_norm is an option of dlrm, dcnv2,"),
-        (["model.name=wukong", "model.batch_norm=true"], "and model.name=wukong has none of this name"),
-        (["model.name=din", "model.batch_norm=true"], "and model.name=din has none of this name"),
+        (["model.name=hstu", "model.batch_norm=true"], "model.batch_norm is an option of dlrm, dcnv2,"),
+        (["model.name=hstu", "model.batch_norm=true"], "and model.name=hstu has none of this name"),
+        (["model.name=masknet", "model.batch_norm=true"], "model.batch_norm has no effect: the hidden layers are"),
+        (["model.name=star", "model.hidden=[]", "model.auxiliary_hidden=[]", "model.batch_norm=true"], "the model has no"),
         (["model.numerical_size=8"], "model.numerical_size has no effect: model.numerical_encoding=plain"),
         (["model.pooling=mean"], "model.pooling is an option of embedding_mlp, and"),
         (["experiment=deepfm_criteo", "model.top_mlp=[8,1]"], "and model.name=deepfm has none of this"),

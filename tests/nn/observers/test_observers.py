@@ -185,6 +185,10 @@ def test_a_training_of_the_library_has_observers(tmp_path):
         def on_end(self, loop):
             self.ended = True
 
+        @property
+        def on_host(self):
+            raise AssertionError("no event asks for this")
+
     counting = Counting()
     counting.on_gpu = False  # no method
     config = options("dlrm", *TINY, *QUIET, f"run_dir={tmp_path}/run")
@@ -196,6 +200,9 @@ def test_a_training_of_the_library_has_observers(tmp_path):
     counting.on_finish = counting.on_end
     with pytest.raises(ValueError, match=r"Counting \(0\) has on_finish, which is no event; want"):
         Training(config, observers=[counting])
+    named = type("Named", (Observer,), {"on_steps": classmethod(lambda of, loop, trained: None)})
+    with pytest.raises(ValueError, match=r"Named \(0\) has on_steps, which is no event; want"):
+        Training(config, observers=[named()])
 
 
 def test_a_training_of_the_library_starts_once_however_its_steps_are_trained(tmp_path):

@@ -274,6 +274,9 @@ def test_scores_with_a_table_of_another_checkpoint_at_the_same_path_are_not_kept
     assert "held scores of another checkpoint" in ended.out
     assert trained.predict(tmp_path / "again.parquet", option).exit_code == 0
     assert output.read_bytes() == (tmp_path / "again.parquet").read_bytes()
+    found = pq.read_schema(output).metadata
+    assert found[b"checkpoint"] == str(trained.checkpoint).encode()
+    assert found[b"checkpoint of user"] == str(link).encode()
 
 
 def test_a_score_that_is_not_finite_ends_the_command(trained, tmp_path, monkeypatch):

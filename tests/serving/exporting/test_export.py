@@ -39,7 +39,7 @@ from tests.helpers.composed import TINY, compose_config, ranks_of_cpu, tiny
 from tests.helpers.distributed import run_distributed
 from tests.helpers.forks import python
 from tests.helpers.gpus import needs_gpus
-from tests.nn.models.test_family_training import CASES, two_labels  # noqa: F401
+from tests.nn.models.test_family_training import CASES, NORMALISED, two_labels  # noqa: F401
 from tests.nn.training.test_ragged import dataset as ragged_data  # noqa: F401
 from tests.nn.training.test_ragged import overrides_of as ragged_case
 from tests.serving.handmade_model import write_model
@@ -51,7 +51,7 @@ KINDS = [
     "data.synthetic.hotness=[3,1,2,5,1]",
 ]
 # Through the complete path: tables without pooling and shared ones, buffers, several tasks.
-COMPLETE = ["din with dice", "mmoe of two tasks"]
+COMPLETE = ["din with dice", "mmoe of two tasks", *(f"normalised {name}" for name in NORMALISED)]
 # Their dense components alone.
 DENSE_ONLY = [
     *("wide_deep", "deepfm", "embedding_mlp of positions", "finalmlp", "parallel masknet"),

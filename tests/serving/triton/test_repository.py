@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from http.client import HTTPConnection
@@ -29,6 +28,7 @@ from serving.triton.parts import EMBEDDINGS, load_part
 from serving.triton.repository import LOOPBACK, write_repository
 from serving.triton.text_proto import Word, entries, text_proto
 from tests.helpers.command import ROOT
+from tests.helpers.distributed import free_port
 from tests.serving.handmade_model import (
     FEATURES,
     some_rows,
@@ -203,7 +203,7 @@ def test_every_command_that_is_shown_listens_on_loopback():
 @pytest.mark.doors
 def test_a_real_server_scores_as_the_model(model, repositories, tmp_path):
     assert SERVER, "TRITONSERVER names no server; serving/triton/install_server.sh makes one"
-    ports = [_free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(3)]
     kinds = [f"--model-repository={repositories[kind]}" for kind in ("monolithic", "ensemble")]
     names = ("http", "grpc", "metrics")
     listen = [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
@@ -235,12 +235,6 @@ def test_a_real_server_scores_as_the_model(model, repositories, tmp_path):
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _wait_until_ready(port: int, process: subprocess.Popen, log: Path) -> None:
