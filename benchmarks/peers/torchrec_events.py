@@ -48,7 +48,7 @@ class TrainedEvents(nn.Module):
 
 
 class Rest(nn.Module):
-    """What the pipeline takes as one module: everything behind the tables."""
+    """Everything behind the tables, which the pipeline takes as one module."""
 
     def __init__(
         self, config: Config, spec: FeatureSpec, handing: dict[str, str], in_bf16: bool
