@@ -108,6 +108,17 @@ def columns_of(sql: str) -> list[str]:
     return list(names)
 
 
+def reads_other_rows(sql: str) -> bool:
+    """Return whether an expression has a window, or reads a table; False if DuckDB does not parse it."""
+    if not re.search(r"\b(over|from)\b", sql, re.IGNORECASE):
+        return False
+    try:
+        tree = json.dumps(_parsed(sql))
+    except (ValueError, RecursionError):
+        return False
+    return '"class": "WINDOW"' in tree or '"type": "BASE_TABLE"' in tree
+
+
 class RowSql:
     """Expressions over the columns of a request.
 

@@ -4,7 +4,8 @@
 
 Nothing of the recipe is measured: TorchRec's planner, DistributedModelParallel, TrainPipelineSparseDist, its DLRM or DLRM_DCN,
 and FBGEMM's fused optimizers. The recipe only reads the row's configuration and `BATCHES` batches of its dataset, which then
-lie in pinned memory, so no loader is measured either. Learning rates are constant, and no metric is computed.
+lie in pinned memory, so no loader is measured either. Learning rates are constant, and no metric is computed. Of a row with
+events, TorchRec has the tables only (`torchrec_events.py`).
 """
 
 import argparse
@@ -25,6 +26,7 @@ from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import TrainPipelineSparseDist
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -35,6 +37,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.launch import spread
+from benchmarks.peers.torchrec_events import TrainedEvents
 from benchmarks.rows import ROWS
 from configs.schema import Config
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -126,8 +129,9 @@ def read_batch(source: Source, start: int, num_rows: int) -> Batch:
         for feature, of_rows in zip(source.spec.categorical, columns.lengths, strict=True)
     ]
     ids = np.concatenate(columns.ids)
+    numbers = np.stack(columns.events) if columns.events else np.array(columns.numerical)
     return Batch(
-        torch.from_numpy(np.array(columns.numerical)),
+        torch.from_numpy(numbers),
         KeyedJaggedTensor(
             keys=[feature.name for feature in source.spec.categorical],
             values=torch.from_numpy(ids).long(),
@@ -149,16 +153,24 @@ def build(
     """Return the sharded model and the optimizer of all its parameters; `num_rows` per rank and batch."""
     rule = config.optimizer.embedding_name or config.optimizer.name
     tables, dense = RULES[rule][0], RULES[config.optimizer.name][1]
-    model = Trained(dlrm(config.model, spec), device, is_compiled=is_compiled)
+    if spec.sequences:
+        model: nn.Module = TrainedEvents(config, spec, device, in_bf16=is_compiled)
+        arch: nn.Module = nn.ModuleList([model.rows, model.bags])
+    else:
+        model = Trained(dlrm(config.model, spec), device, is_compiled=is_compiled)
+        arch = model.model.sparse_arch
     # As in the first steps of a warm-up: nothing diverges, and the speed is the same.
     rate = config.optimizer.lr / 1000
-    apply_optimizer_in_backward(tables, model.model.sparse_arch.parameters(), {"lr": rate})
+    apply_optimizer_in_backward(tables, arch.parameters(), {"lr": rate})
     is_bf16 = is_compiled and device.type == "cuda"
     lookup = {
         "output_dtype": SparseType.BF16 if is_bf16 else SparseType.FP32,
         "bounds_check_mode": BoundsCheckMode.NONE,
     }
-    sharders = [EmbeddingBagCollectionSharder(fused_params=lookup)]
+    sharders = [
+        EmbeddingBagCollectionSharder(fused_params=lookup),
+        EmbeddingCollectionSharder(fused_params=lookup),
+    ]
     topology: dict[str, Any] = {"compute_device": device.type}
     if device.type == "cuda":
         topology["hbm_cap"] = int(0.9 * torch.cuda.get_device_properties(device).total_memory)

@@ -25,7 +25,7 @@ HEAD = (
 def main() -> None:
     """Run the rows of the command line."""
     parser = command_parser(__doc__)
-    # TorchRec's job takes no events.
+    # TorchRec's job takes no log of listens.
     names = [name for name, row in ROWS.items() if not row.users]
     parser.add_argument("rows", nargs="+", choices=names, metavar="ROW", help=", ".join(names))
     parser.add_argument("--data", type=Path, required=True, help="folder of the datasets")

@@ -70,6 +70,7 @@ class OneTransBlock(nn.Module):
         self.output = None if is_last else nn.Linear(hidden, columns)
         self.dropout, self.token_dropout = Dropout(dropout), Dropout(dropout)
         self.kept_per_position = (10 + 2 * expansion) * columns
+        self.gradients_per_position = 3 * columns
         self._products = 2 * columns * (4 * columns + 2 * hidden)
 
     def flops(self, positions: float) -> float:

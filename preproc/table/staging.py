@@ -21,7 +21,7 @@ from configs.table_schema import (
     RowNumber,
     TableConfig,
 )
-from dataloading.row_sql import COLUMN, KIND, columns_of, unserved
+from dataloading.row_sql import COLUMN, KIND, columns_of, reads_other_rows, unserved
 from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError, StagedRows
 from preproc.table.expressions import (
     LARGEST_DOUBLE,
@@ -84,6 +84,10 @@ ROLES = {
     "key": "order",
 }
 """What a column becomes by the names of the columns of expressions, without their numbers."""
+
+
+def _role(column: str) -> str:
+    return ROLES[re.sub(r"[\d_]*$", "", column)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +187,20 @@ class Staging:
             query = self.table.query.strip().removesuffix(";")
             refuse_text_order(self._engine, "table.query", query, None)
 
+    def refuse_other_rows(self) -> None:
+        """Raise ValueError if user, time or what is known of an event comes from other rows, of which some are later."""
+        of = {name for log in self.table.logs for name in log.of}
+        of |= {history.of for history in self.table.history}
+        of |= {name for lists in self.table.event_lists for name in lists.lists}
+        seen = {f"c{i}" for i, feature in enumerate(self.table.categorical) if feature.name in of}
+        for item in self._expressions:
+            is_seen = item.column in seen or _role(item.column) == "history"
+            if is_seen and reads_other_rows(item.sql):
+                raise ValueError(
+                    f"{item.where}: {item.shown} reads other rows, later ones too, which no event may know; compute it from its "
+                    "own row, or in table.query"
+                )
+
     def refuse_no_text(self) -> None:
         """Raise ValueError for categories that are bytes, or lists of bytes, lists or structs; in new rows if it was text."""
         columns = self._engine.columns(self._base_query)
@@ -245,7 +263,7 @@ class Staging:
         """
         roles = {name: "unused" for name in self._names}
         for item in self._expressions:
-            role = ROLES[re.sub(r"[\d_]*$", "", item.column)]
+            role = _role(item.column)
             for name in _columns_in(item.sql, roles):
                 if roles[name] == "unused":
                     roles[name] = role

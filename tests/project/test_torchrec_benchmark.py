@@ -3,13 +3,21 @@
 from dataclasses import replace
 
 import numpy as np
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks.dataset import ragged_dataset
+from benchmarks.peers.torchrec_events import TrainedEvents
 from benchmarks.peers.torchrec_job import constraints, read_batch
 from benchmarks.peers.with_torchrec import HEAD, speed_line
 from benchmarks.rows import ROWS
+from dataloading.batch_reader import BatchReader
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
+from dataloading.partition import RankRows
+from dataloading.synthetic import SyntheticSource
+from nn.models.ranking_model import RankingModel
+from nn.models.registry import build_dense, declared_tables
 from tests.helpers.datasets import write_clicks
 
 
@@ -46,3 +54,28 @@ def test_a_line_has_as_many_cells_as_the_head():
     line = speed_line(result | {"samples_per_s": speeds, "peak_hbm_bytes": None})
     assert line.count("|") == HEAD.splitlines()[0].count("|")
     assert "1.00 / **2.00** / 3.00 | none" in line
+
+
+def test_behind_torchrecs_tables_a_row_with_events_has_the_recipes_loss():
+    small = {"cardinalities": "[50,40,21]", "history_length": "5", "history_max_length": "12"}
+    row = ROWS["sasrec_1_events"]
+    config = replace(row, synthetic=tuple((dict(row.synthetic) | small).items())).config()
+    source = SyntheticSource(config.data.synthetic, config.seed)
+    spec, model = source.spec, config.model
+    declared, dense = declared_tables(model, spec), build_dense(model, spec)
+    ours = RankingModel(declared, dense, 0, {"movieId"}, spec.sequences)
+    rows = RankRows(np.array([[0, 16]]), 16, 16, 16, np.arange(16, dtype=np.int32))
+    batch = BatchReader(source, "train", pin=False).read(rows)
+    wanted = binary_cross_entropy_with_logits(ours(batch), batch.labels)
+    wanted.backward()
+    theirs = TrainedEvents(config, spec, torch.device("cpu"), in_bf16=False)
+    theirs.to_empty(device="cpu")
+    theirs.rest.dense.load_state_dict(dense.state_dict())
+    tables = {**theirs.rows.embeddings, **theirs.bags.embedding_bags}
+    for name, table in tables.items():
+        table.weight.data.copy_(ours.tables[name])
+    loss, _ = theirs(read_batch(source, 0, 16))
+    loss.backward()
+    assert torch.allclose(loss, wanted)
+    for name, table in tables.items():
+        assert torch.allclose(table.weight.grad, ours.tables[name].grad, atol=1e-8), name

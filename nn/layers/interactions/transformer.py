@@ -107,7 +107,12 @@ class TransformerBlock(nn.Module):
             self.place_bias = nn.Parameter(torch.zeros(kind.heads, distances))
             if kind.has_times:
                 self.time_bias = nn.Parameter(torch.zeros(kind.heads, TIME_BUCKETS))
-        self.kept_per_position = (8 + 2 * kind.expansion + 2 * gates) * columns
+        # LeakyReLU keeps its input beside its result, and ReLU makes one gradient of that size more at once.
+        hidden_copies = 1 if kind.activation == "relu" else 2
+        self.kept_per_position = (8 + hidden_copies * kind.expansion + 2 * gates) * columns
+        # At most, while the last block's layers are passed backward.
+        at_once = max(3, (3 - hidden_copies) * kind.expansion) + (kind.residual != "post_norm")
+        self.gradients_per_position = at_once * columns
 
     def flops(self, positions: float) -> float:
         columns = self.attended.in_features

@@ -65,6 +65,7 @@ def _number_all(journal: Journal, path: Path) -> None:
         is_its_query=fitted is not None and fitted.table.query == journal.table.query,
     )
     staging.refuse_no_text()
+    staging.refuse_other_rows()
     if fitted is not None:
         refuse_other_numbers(staging.five, fitted.five)
     journal.work.state["five"] = staging.five

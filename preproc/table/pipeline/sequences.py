@@ -174,6 +174,7 @@ def _stage_events(journal: Journal, number: int) -> str:
             staging = Staging(journal.engine, described, found)
             staging.refuse_text_order(is_fit=journal.fitted is None)
             staging.refuse_no_text()
+            staging.refuse_other_rows()
             refuse_other_numbers(staging.five, journal.work.state["five"])
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None

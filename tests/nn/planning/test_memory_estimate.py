@@ -22,8 +22,9 @@ from nn.layers.interactions.target_attention import TargetAttention
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence_events import SequenceEvents
 from nn.models.din import DIN
+from nn.models.model import Model
 from nn.models.options import AttentionPooling
-from nn.models.registry import build_meta
+from nn.models.registry import build_meta, find_model
 from nn.modes.plan import fitting_chunks
 from nn.planning.memory_estimate import RankMemory, plan_memory, requests_of, update_bytes
 from nn.planning.plan import Hardware, TablePlan
@@ -113,6 +114,59 @@ def test_the_peak_of_din_is_within_a_twentieth_of_what_was_measured(name, measur
     assert planned.total == pytest.approx(measured, rel=0.05)
 
 
+def pass_over_events(config: Config, model_class: type[Model]) -> tuple[int, int]:
+    """Return the bytes of a pass over a batch with the sums of rows, as planned and as allocated."""
+    planned, spec, capacity = planned_of(config)
+    rows, columns = config.train.batch_size, config.model.embedding_dim
+    # A CPU would cast elsewhere.
+    dtype = torch.float32 if config.train.amp is Amp.off else torch.bfloat16
+    (group,), counts = spec.sequences, id_counts(spec, rows)
+    (history,), (item,) = group.features, config.model.item_features
+    with FakeTensorMode():
+        model = model_class.build(config.model, spec)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        table = torch.empty(capacity + 1, columns, dtype=dtype, requires_grad=True)
+        starts, lengths = torch.empty(2, rows, dtype=torch.int32)
+        bags = SimpleNamespace(take_sorted=lambda *_: None, update=lambda *_: None)
+        requests: Any = SimpleNamespace(
+            rows_of=lambda at: table.new_empty(len(at), columns),
+            sums_by_id=RowSums(lambda _: bags, table.shape, table.device),
+        )
+        ids: Any = SimpleNamespace(local=None, keys=None, order=None)
+        positions = {
+            name: torch.empty(counts[name].capacity, dtype=torch.int32) for name in (item, history)
+        }
+        pooled = torch.empty(rows, 2 * columns, dtype=dtype, requires_grad=True)
+        with Peak() as counted:
+            found = _ById.apply(table, requests, ids, *positions.values())
+            vectors = dict(zip(positions, found, strict=True))
+            del found
+
+            def rows_of(table_name: str, feature: str) -> DistinctRows:
+                return DistinctRows(
+                    table, positions[feature], starts, lengths, vectors=lambda: vectors[feature]
+                )
+
+            def sequence_of(name: str) -> SequenceEvents:
+                at = positions[history]
+                return SequenceEvents(
+                    {history: replace(rows_of("", history), hotness=0)},
+                    {group.numbers[0].name: torch.empty(len(at))},
+                    starts,
+                    lengths,
+                    torch.empty_like(at),
+                    group.max_length,
+                )
+
+            numerical = torch.empty(rows, 0, dtype=dtype)
+            embeddings = PooledEmbeddings.with_rows(pooled, rows_of, sequence_of)
+            loss = model(numerical, embeddings).sum()
+            vectors.clear()
+            loss.backward()
+    return planned.dense_pass + 4 * (capacity + 1) * columns, counted.most
+
+
 PLAIN_UNITS: list[dict[str, Any]] = [
     {"attention_pooling": AttentionPooling.softmax},
     {"attention_hidden": [200, 80]},
@@ -158,56 +212,40 @@ def test_a_pass_of_din_over_events_allocates_what_is_planned(monkeypatch, amp, o
     config.train.amp = amp
     for name, value in options.items():
         setattr(config.model, name, value)
-    planned, spec, capacity = planned_of(config)
-    rows, columns = config.train.batch_size, config.model.embedding_dim
-    # A CPU would cast elsewhere.
-    dtype = torch.float32 if amp is Amp.off else torch.bfloat16
-    (group,), counts = spec.sequences, id_counts(spec, rows)
-    (history,), (item,) = group.features, config.model.item_features
-    with FakeTensorMode():
-        model = DIN.build(config.model, spec)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-        table = torch.empty(capacity + 1, columns, dtype=dtype, requires_grad=True)
-        starts, lengths = torch.empty(2, rows, dtype=torch.int32)
-        bags = SimpleNamespace(take_sorted=lambda *_: None, update=lambda *_: None)
-        requests: Any = SimpleNamespace(
-            rows_of=lambda at: table.new_empty(len(at), columns),
-            sums_by_id=RowSums(lambda _: bags, table.shape, table.device),
-        )
-        ids: Any = SimpleNamespace(local=None, keys=None, order=None)
-        positions = {
-            name: torch.empty(counts[name].capacity, dtype=torch.int32) for name in (item, history)
-        }
-        pooled = torch.empty(rows, 2 * columns, dtype=dtype, requires_grad=True)
-        with Peak() as counted:
-            found = _ById.apply(table, requests, ids, *positions.values())
-            vectors = dict(zip(positions, found, strict=True))
-            del found
+    planned, counted = pass_over_events(config, DIN)
+    assert planned == pytest.approx(counted, rel=0.03)
 
-            def rows_of(table_name: str, feature: str) -> DistinctRows:
-                return DistinctRows(
-                    table, positions[feature], starts, lengths, vectors=lambda: vectors[feature]
-                )
 
-            def sequence_of(name: str) -> SequenceEvents:
-                at = positions[history]
-                return SequenceEvents(
-                    {history: replace(rows_of("", history), hotness=0)},
-                    {group.numbers[0].name: torch.empty(len(at))},
-                    starts,
-                    lengths,
-                    torch.empty_like(at),
-                    group.max_length,
-                )
-
-            numerical = torch.empty(rows, 0, dtype=dtype)
-            embeddings = PooledEmbeddings.with_rows(pooled, rows_of, sequence_of)
-            loss = model(numerical, embeddings).sum()
-            vectors.clear()
-            loss.backward()
-    sums = 4 * (capacity + 1) * columns
-    assert planned.dense_pass + sums == pytest.approx(counted.most, rel=0.03)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sasrec", []),
+        ("sasrec", ["train.amp=off", "model.expansion=4"]),
+        ("sasrec", ["model.residual=gated", "model.blocks=4"]),
+        ("bst", ["model.expansion=4"]),
+    ],
+)
+def test_a_pass_of_transformer_blocks_allocates_what_is_planned(monkeypatch, name, options):
+    pytest.importorskip("nn.ops.triton.jagged_attention")
+    kernels = {
+        "jagged": ("_pool", "_expand"),
+        "layer_norm": ("_norm", "_norm_gradient"),
+        "jagged_attention": ("_forward", "_query_gradient", "_key_gradient"),
+    }
+    for module, names in kernels.items():
+        for kernel in names:
+            monkeypatch.setattr(f"nn.ops.triton.{module}.{kernel}", NoKernel())
+    sums = "nn.ops.triton.layer_norm.column_sums"
+    monkeypatch.setattr(sums, lambda of: of.new_empty(of.shape[1]))
+    monkeypatch.setattr("nn.layers.sequence.can_fuse", lambda *_: True)
+    transformer = "nn.layers.interactions.transformer"
+    monkeypatch.setattr(f"{transformer}.truncated_normal_", lambda *_: None)
+    monkeypatch.setattr(f"{transformer}.time_bucket", lambda times, _: times.int())
+    row = ROWS["sasrec_1_events"]
+    overrides = [f"model.name={name}" if "model.name=" in of else of for of in row.overrides]
+    config = replace(row, overrides=(*overrides, *options)).config()
+    planned, counted = pass_over_events(config, find_model(name))
+    assert planned == pytest.approx(counted, rel=0.01)
 
 
 def test_layers_are_those_of_the_network_with_padded_inputs():

@@ -347,6 +347,34 @@ def test_users_in_another_writing_are_refused(tmp_path):
         build(tmp_path / "x", table)
 
 
+@pytest.mark.parametrize(
+    ("log", "where"),
+    [
+        ({"numbers": [{"name": "next", "expression": 'lead(y) OVER (PARTITION BY "user")'}]}, "numbers: 'next'"),
+        ({"numbers": [{"name": "mean", "expression": "(SELECT avg(CAST(y AS INT)) FROM t)"}]}, "numbers: 'mean'"),
+        ({"filter": "count(*) OVER (PARTITION BY item) > 2"}, "filter"),
+        ({"order_by": "row_number() OVER ()"}, "order_by"),
+        ({"of": ["popular"]}, "table.categorical: 'popular'"),
+    ],
+)  # fmt: skip
+def test_what_events_know_comes_from_their_own_rows(tmp_path, log, where):
+    """A window or a table has later rows too, and a server computes both over the events of a request."""
+    table = described(write_rows(tmp_path / "t.csv", random_rows(2)), **log)
+    popular = {"name": "popular", "expression": "ntile(3) OVER (PARTITION BY item)"}
+    table["categorical"] += [popular] * ("of" in log)
+    with pytest.raises(Refused, match=f"{where}.* reads other rows, later ones too") as caught:
+        build(tmp_path / "out", table)
+    assert "\n" not in caught.value.message
+
+
+def test_windows_that_no_event_knows_and_tables_of_the_own_row_are_allowed(tmp_path):
+    number = {"name": "most", "expression": "(SELECT max(x) FROM unnest([CAST(rating AS DOUBLE), 1]) AS q(x))"}  # fmt: skip
+    hour = {"name": "hour", "expression": "extract(hour FROM to_timestamp(CAST(\"time\" AS BIGINT)))"}  # fmt: skip
+    table = described(write_rows(tmp_path / "t.csv", random_rows(2)), numbers=[number, hour])
+    table["numerical"] = [{"name": "count", "expression": "count(*) OVER (PARTITION BY item)"}]
+    build(tmp_path / "out", table)
+
+
 def test_new_rows_see_events_of_their_own_sources(tmp_path):
     old, new = random_rows(14), random_rows(15)
     build(tmp_path / "fit", described(write_rows(tmp_path / "old.csv", old)), "frequency_limit=2")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from configs.serving_schema import Device, Layout, TableType, TritonConfig
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -27,6 +28,7 @@ from serving.triton.repository import write_repository
 from tests.helpers.composed import ranks_of_cpu
 from tests.helpers.sequence_models import LONGEST, MODELS, ROWS, overrides, write_sequences
 from tests.serving.served_models import export, save_run, served_scores, serving, tensor
+from tests.serving.triton.test_repository import part_of
 
 NAMES = [
     pytest.param(name, marks=[] if name in ("din", "hstu") else pytest.mark.doors)
@@ -245,9 +247,18 @@ def test_scores_that_depend_on_the_rows_beside_them_are_not_exported(cases, tmp_
         export(checkpoint, tmp_path / "model")
 
 
-def test_triton_gets_the_inputs_of_events(cases, tmp_path):
+def test_tritons_part_scores_events_by_their_ages(cases, requests, tmp_path):
     write_repository(TritonConfig(model=str(cases.model("din")), output=str(tmp_path / "triton")))
     text = (tmp_path / "triton" / "din" / "config.pbtxt").read_text()
-    assert "hist_time" in text
-    assert "hist_rating" in text
     assert "model_warmup" not in text
+    ages = (requests["history"][:, None] - requests["hist_time"]).astype(np.float32)
+    inputs = {name: torch.from_numpy(values) for name, values in requests.items()}
+    inputs |= {"hist_time": torch.from_numpy(ages)}
+    del inputs["history"]
+    assert all(f'"{name}"' in text for name in inputs)
+    assert '"history"' not in text
+    bad = inputs | {"hist_genre": torch.full_like(inputs["hist_genre"], -1)}
+    good, refused = part_of(tmp_path / "triton", "din")([inputs, bad])
+    (scores,) = good.values()
+    np.testing.assert_allclose(scores[:, 0], cases.run("din")[1], rtol=0, atol=1e-6)
+    assert refused.startswith("feature 'hist_genre'")
