@@ -7,52 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.batch_norm import BatchNorm
-from nn.layers.dropout import Dropout
-from nn.layers.initialization import initialise_without_bias_, normal_, uniform_
+from nn.layers.cross_net import MaskedCrossLayer
+from nn.layers.initialization import initialise_without_bias_
 from nn.layers.pass_state import PassLayer
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.layers.sequence import LayerNorm
 from nn.models.model import Activations, VectorModel
 from nn.models.options import FCNOptions
-from nn.ops.fused_linear import as_autocast, can_fuse
 
 # B: samples, F: features, D: columns of a vector, C: F * D
-
-
-class MaskedCrossLayer(nn.Module):
-    """x' = a * ([c, c * ReLU(LN(c))] + b) + x with c = W x (sections 4.2 and 4.3); a is x, or the first x of all layers.
-
-    With `batch_norm` c = BN(W x), as the authors' program has it, but with moments of every column.
-    """
-
-    def __init__(self, columns: int, dropout: float, *, batch_norm: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(columns, columns // 2, bias=False)
-        self.batch_norm = BatchNorm(columns // 2) if batch_norm else nn.Identity()
-        self.norm = LayerNorm(columns // 2)
-        self.bias = nn.Parameter(torch.empty(columns))
-        self.dropout = Dropout(dropout)
-        self.initialise(torch.default_generator)
-
-    def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weight from a Glorot normal, and b from 0 to 1, as the authors' program."""
-        normal_(self.linear.weight, generator)
-        uniform_(self.bias, 0, 1, generator)
-
-    def forward(self, factor: Tensor, x: Tensor) -> Tensor:
-        """Map the factor a [B, C] and x [B, C] to [B, C]."""
-        if isinstance(self.batch_norm, nn.Identity) and can_fuse(x, self.linear.weight):
-            # Only CUDA builds of torch include Triton.
-            from nn.ops.triton.cross_net import masked_cross
-
-            parameters = self.linear.weight, self.norm.weight, self.norm.bias, self.bias
-            pair = as_autocast(factor), as_autocast(x)
-            return masked_cross(*pair, self.dropout.mask, self.norm.eps, parameters)
-        crossed = self.batch_norm(self.linear(x))
-        mask = torch.relu(self.norm(crossed))
-        both = torch.cat([crossed, crossed * mask], dim=1) + self.bias.to(crossed.dtype)
-        return self.dropout(torch.addcmul(x, factor, both))
 
 
 class CrossBranch(nn.Module):

@@ -6,7 +6,7 @@ sums the contributions once. Gradients between layers are kept as separate terms
 needs instead of writing the sum. Three layers take 16 reads and writes. Writing every sum would take 18, and two more
 matrix products would read their accumulator.
 
-A cross layer of FCN (`nn.models.fcn`) is one kernel a direction beside its products. It keeps c = W x, and computes again all
+A cross layer of FCN is one kernel a direction beside its products. It keeps c = W x, and computes again all
 that follows from it.
 """
 
@@ -191,7 +191,7 @@ def layer_gradients(
 def masked_cross(
     factor: Tensor, x: Tensor, mask: DropoutMask | None, eps: float, parameters: Sequence[Tensor]
 ) -> Tensor:
-    """Map [B, C] as `nn.models.fcn.MaskedCrossLayer`; the factor may be x itself.
+    """Map [B, C] as `nn.layers.cross_net.MaskedCrossLayer`; the factor may be x itself.
 
     `parameters`: W [C / 2, C], weight and bias of the norm [C / 2], b [C].
     """

@@ -186,7 +186,7 @@ def run() -> None:
 
 def build_fields() -> None:
     """Compile the kernels of AutoInt's and FCN's layers, of the default options and of their largest."""
-    from nn.ops.triton import cross_net, field_attention, layer_norm
+    from nn.ops.triton import cross_net, layer_norm, target_attention
 
     of_columns = {"weight": "*fp32", "partial": "*fp32", "sums": "*fp32", "small": ("*fp32",) * 3}
     for dtype, fields, columns, block, precision in (
@@ -197,12 +197,12 @@ def build_fields() -> None:
         names = ("x", "out", "grad", "of_x", "factor", "crossed", "of_crossed", "of_first")
         dtypes = dict.fromkeys(names, dtype) | of_columns | {"eps": "fp32"}
         aligned = [name for name in dtypes if name not in ("eps", "small")]
-        shape = field_attention.Shape(
+        shape = target_attention.FieldShape(
             fields, 2 * columns, columns, 2, block, 2 * columns, columns, precision
         )
         for kernel, options in (
-            (field_attention._forward, field_attention.FORWARD),
-            (field_attention._backward, field_attention.BACKWARD),
+            (target_attention._interact, target_attention.FIELD_FORWARD),
+            (target_attention._interact_gradient, target_attention.FIELD_BACKWARD),
         ):
             build(kernel, dtypes, aligned=aligned, S=shape, **options)
         dtypes |= {"small": ("*fp32",) * 4, "at": (dtype, dtype, "*i64", "*i64"), "scale": "fp32"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nn.models.autoint import InteractingLayer, fits
+from nn.layers.interactions.interacting import InteractingLayer, fits
 from tests.helpers.gpus import check_same_bits, needs_no_gpu, needs_one_gpu
 
 pytest.importorskip("triton")
@@ -23,7 +23,7 @@ SIZES = [(39, 16, 2, 16), (39, 32, 2, 16), (1, 1, 1, 1), (7, 20, 3, 5)]
 
 def outcome(layer: InteractingLayer, x: Tensor, *, fused: bool) -> list[Tensor]:
     """Result, and gradients of x and the weights."""
-    from nn.ops.triton.field_attention import interact
+    from nn.ops.triton.target_attention import interact
 
     x = x.detach().requires_grad_()
     out = interact(x, layer.projections, layer.heads) if fused else layer(x)
@@ -55,16 +55,16 @@ def check(
 @pytest.mark.parametrize("samples", [0, 1, 5])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_an_interpreted_layer_is_exact(sizes, samples, monkeypatch):
-    from nn.ops.triton import field_attention as kernels
+    from nn.ops.triton import target_attention as kernels
 
     # Programs take several samples, one, and none.
-    monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    monkeypatch.setattr(kernels, "FIELD_PROGRAMS", 3)
     check(sizes, samples, "cpu")
 
 
 @needs_no_gpu
 def test_a_sum_that_is_nan_stays_so():
-    from nn.ops.triton.field_attention import interact
+    from nn.ops.triton.target_attention import interact
 
     x = torch.randn(2, 5, 4, requires_grad=True)
     weight = torch.randn(4, 6, 4)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nn.layers.cross_net import MaskedCrossLayer
 from nn.layers.pass_state import PassState, attach
-from nn.models.fcn import CrossBranch, MaskedCrossLayer
+from nn.models.fcn import CrossBranch
 from tests.helpers.gpus import check_same_bits, needs_no_gpu, needs_one_gpu
 
 pytest.importorskip("triton")
@@ -28,7 +29,8 @@ def branch_of(
     """Return a branch whose parameters all matter, in a training pass; `dealt` rows are every third of the global batch."""
     torch.manual_seed(0)
     layers, dropout, exponential = branch
-    made = CrossBranch(columns, layers, dropout, exponential=exponential).to(device)
+    kind = {"exponential": exponential, "batch_norm": False}
+    made = CrossBranch(columns, layers, dropout, **kind).to(device)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if "norm" in name:
