@@ -5,7 +5,7 @@
 Nothing of the recipe is measured: TorchRec's planner, DistributedModelParallel, TrainPipelineSparseDist, its DLRM or DLRM_DCN,
 and FBGEMM's fused optimizers. The recipe only reads the row's configuration and `BATCHES` batches of its dataset, which then
 lie in pinned memory, so no loader is measured either. Learning rates are constant, and no metric is computed. Of a row with
-events, TorchRec has the tables only (`torchrec_events.py`).
+events the dense component is the recipe's (`torchrec_events.py`).
 """
 
 import argparse
@@ -37,7 +37,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.launch import spread
-from benchmarks.peers.torchrec_events import TrainedEvents
+from benchmarks.peers.torchrec_events import EventModel
 from benchmarks.rows import ROWS
 from configs.schema import Config
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -59,10 +59,15 @@ RULES = {
 class Trained(nn.Module):
     """TorchRec's model with its loss, the dense component in bf16 and compiled, or as shipped (TF32)."""
 
-    def __init__(self, model: DLRM, device: torch.device, *, is_compiled: bool) -> None:
+    def __init__(
+        self, model: DLRM | EventModel, device: torch.device, *, is_compiled: bool
+    ) -> None:
         super().__init__()
         self.model = model
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_compiled)
+        if isinstance(model, EventModel):  # it has kernels
+            model.rest.to(device)
+            return
         for part in (model.dense_arch, model.inter_arch, model.over_arch):
             part.to(device)
             if is_compiled:
@@ -129,9 +134,8 @@ def read_batch(source: Source, start: int, num_rows: int) -> Batch:
         for feature, of_rows in zip(source.spec.categorical, columns.lengths, strict=True)
     ]
     ids = np.concatenate(columns.ids)
-    numbers = np.stack(columns.events) if columns.events else np.array(columns.numerical)
     return Batch(
-        torch.from_numpy(numbers),
+        torch.from_numpy(np.array(columns.events or columns.numerical)),
         KeyedJaggedTensor(
             keys=[feature.name for feature in source.spec.categorical],
             values=torch.from_numpy(ids).long(),
@@ -153,24 +157,19 @@ def build(
     """Return the sharded model and the optimizer of all its parameters; `num_rows` per rank and batch."""
     rule = config.optimizer.embedding_name or config.optimizer.name
     tables, dense = RULES[rule][0], RULES[config.optimizer.name][1]
-    if spec.sequences:
-        model: nn.Module = TrainedEvents(config, spec, device, in_bf16=is_compiled)
-        arch: nn.Module = nn.ModuleList([model.rows, model.bags])
-    else:
-        model = Trained(dlrm(config.model, spec), device, is_compiled=is_compiled)
-        arch = model.model.sparse_arch
+    inner = EventModel(config, spec) if spec.sequences else dlrm(config.model, spec)
+    model = Trained(inner, device, is_compiled=is_compiled)
     # As in the first steps of a warm-up: nothing diverges, and the speed is the same.
     rate = config.optimizer.lr / 1000
-    apply_optimizer_in_backward(tables, arch.parameters(), {"lr": rate})
+    of_tables = [p for p in inner.parameters() if p.is_meta]
+    apply_optimizer_in_backward(tables, of_tables, {"lr": rate})
     is_bf16 = is_compiled and device.type == "cuda"
     lookup = {
         "output_dtype": SparseType.BF16 if is_bf16 else SparseType.FP32,
         "bounds_check_mode": BoundsCheckMode.NONE,
     }
-    sharders = [
-        EmbeddingBagCollectionSharder(fused_params=lookup),
-        EmbeddingCollectionSharder(fused_params=lookup),
-    ]
+    kinds = EmbeddingBagCollectionSharder, EmbeddingCollectionSharder
+    sharders = [kind(fused_params=lookup) for kind in kinds]
     topology: dict[str, Any] = {"compute_device": device.type}
     if device.type == "cuda":
         topology["hbm_cap"] = int(0.9 * torch.cuda.get_device_properties(device).total_memory)

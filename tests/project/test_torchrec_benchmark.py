@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from benchmarks.dataset import ragged_dataset
-from benchmarks.peers.torchrec_events import TrainedEvents
-from benchmarks.peers.torchrec_job import constraints, read_batch
+from benchmarks.peers.torchrec_events import EventModel
+from benchmarks.peers.torchrec_job import Trained, constraints, read_batch
 from benchmarks.peers.with_torchrec import HEAD, speed_line
 from benchmarks.rows import ROWS
 from dataloading.batch_reader import BatchReader
@@ -68,10 +68,10 @@ def test_behind_torchrecs_tables_a_row_with_events_has_the_recipes_loss():
     batch = BatchReader(source, "train", pin=False).read(rows)
     wanted = binary_cross_entropy_with_logits(ours(batch), batch.labels)
     wanted.backward()
-    theirs = TrainedEvents(config, spec, torch.device("cpu"), in_bf16=False)
-    theirs.to_empty(device="cpu")
-    theirs.rest.dense.load_state_dict(dense.state_dict())
-    tables = {**theirs.rows.embeddings, **theirs.bags.embedding_bags}
+    inner = EventModel(config, spec).to_empty(device="cpu")
+    theirs = Trained(inner, torch.device("cpu"), is_compiled=False)
+    inner.rest.dense.load_state_dict(dense.state_dict())
+    tables = {**inner.rows.embeddings, **inner.bags.embedding_bags}
     for name, table in tables.items():
         table.weight.data.copy_(ours.tables[name])
     loss, _ = theirs(read_batch(source, 0, 16))
