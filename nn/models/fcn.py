@@ -62,17 +62,12 @@ class TriBCE(PassLayer):
 
     def share(self, share: Tensor, share_of: Callable[[Tensor], Tensor]) -> Tensor:
         """Return this rank's share of the sum; `nn.models.model.Model.add_losses` describes the arguments."""
-        shares = torch.stack([share, *map(share_of, self.branches)])
-        whole = self.pass_state.all_reduce_sum(shares.detach().clone())
-        weights = torch.relu(whole - whole[0])
-        # A weight of the global batch has a gradient on every rank's rows. The gradient is written out: autograd's would be
-        # thirty kernels for three numbers.
-        through = torch.where(weights > 0, whole, 0)
-        slopes = weights + through
-        slopes[0] += 1 - through.sum()
-        loss = share.detach() + (weights * shares.detach()).sum()
-        linear = (slopes * shares).sum()
-        return linear + (loss - linear.detach())
+        shares = torch.stack([share_of(logits) for logits in self.branches])
+        whole = self.pass_state.all_reduce_sum(torch.cat([share.view(1), shares]).detach())
+        weights = torch.relu(whole[1:] - whole[0])
+        # Its gradient is that of the weights; a weight of the global batch has a gradient on every rank's rows.
+        through = (whole[1:] * (weights > 0) * (shares - share)).sum()
+        return share + (weights * shares).sum() + through - through.detach()
 
 
 class FCN(VectorModel):
