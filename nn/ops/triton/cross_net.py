@@ -195,7 +195,7 @@ def masked_cross(
 
     `parameters`: W [C / 2, C], weight and bias of the norm [C / 2], b [C].
     """
-    return _MaskedCross.apply(factor, x, mask, eps, *parameters)
+    return _MaskedCross.apply(factor.contiguous(), x.contiguous(), mask, eps, *parameters)
 
 
 class _MaskedCross(torch.autograd.Function):

@@ -269,10 +269,10 @@ class FieldShape(NamedTuple):
     D: int
     K: int
     H: int
+    PRECISION: str
     BLOCK_F: int
     BLOCK_D: int
     BLOCK_K: int
-    PRECISION: str
 
 
 @torch.compiler.disable
@@ -289,7 +289,7 @@ class _Interact(torch.autograd.Function):
         sizes = fields, columns, weight.shape[1] // heads
         blocks = (max(triton.next_power_of_2(size), 16) for size in sizes)
         precision = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
-        ctx.shape = FieldShape(*sizes, heads, *blocks, PRECISION=precision)
+        ctx.shape = FieldShape(*sizes, heads, precision, *blocks)
         out = x.new_empty(*x.shape[:2], weight.shape[1])
         if len(x):
             _interact[(heads * len(x),)](x, weight, out, S=ctx.shape, **FIELD_FORWARD)

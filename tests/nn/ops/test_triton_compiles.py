@@ -198,7 +198,7 @@ def build_fields() -> None:
         dtypes = dict.fromkeys(names, dtype) | of_columns | {"eps": "fp32"}
         aligned = [name for name in dtypes if name not in ("eps", "small")]
         shape = target_attention.FieldShape(
-            fields, 2 * columns, columns, 2, block, 2 * columns, columns, precision
+            fields, 2 * columns, columns, 2, precision, block, 2 * columns, columns
         )
         for kernel, options in (
             (target_attention._interact, target_attention.FIELD_FORWARD),

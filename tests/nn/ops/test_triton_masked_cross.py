@@ -101,6 +101,16 @@ def test_no_rows_give_gradients_of_zero(exponential):
     check(branch_of(20, (2, 0.0, exponential), "cpu", 0), 0, "cpu")
 
 
+@needs_no_gpu
+def test_rows_that_are_not_adjacent_are_read_where_they_lie():
+    from nn.ops.triton.cross_net import masked_cross
+
+    (layer,) = branch_of(20, (1, 0.0, True), "cpu", 3).layers
+    x, factor = torch.randn(3, 40).chunk(2, dim=1)
+    found = masked_cross(factor, x, None, layer.norm.eps, small(layer))
+    torch.testing.assert_close(found, layer(factor, x))
+
+
 @needs_one_gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("branch", BRANCHES)
