@@ -347,6 +347,52 @@ def test_users_in_another_writing_are_refused(tmp_path):
         build(tmp_path / "x", table)
 
 
+def write_shape(shape: str, directory: Path, rows: Sequence[Row]) -> dict:
+    """Write rows as a public log has them; return its sources, and a query that gives the columns of `write_rows`."""
+    log, items = directory / "log", directory / "items"
+    if shape == "taobao":  # UserBehavior.csv, without a header
+        log.write_text("".join(f"{r.user},{r.item},{r.shop},{r.rating},{r.time}\n" for r in rows))
+        columns = ["u", "i", "c", "behavior", "ts"]
+        source = {"files": str(log), "format": "csv", "header": False, "columns": columns}
+        query = 'SELECT u AS "user", i AS item, c AS shop, ts AS "time", behavior AS rating, order_ FROM log'
+        return {"sources": {"log": source}, "query": query}
+    names = ("user_id", "video_id", "time_ms", "play")
+    if shape == "amazon":
+        names = ("reviewerID", "asin", "unixReviewTime", "overall")
+    scale = 1000 if shape == "kuairand" else 1  # milliseconds; reviews as JSON lines
+    values = [(r.user, r.item, int(r.time) * scale, float(r.rating)) for r in rows]
+    shops = sorted({(r.item, r.shop) for r in rows})
+    kind = "csv" if shape == "kuairand" else "jsonl"
+    for path, header, lines in ((log, names, values), (items, (names[1], "author"), shops)):
+        of_json = [json.dumps(dict(zip(header, line, strict=True))) for line in lines]
+        of_csv = [",".join(map(str, line)) for line in (header, *lines)]
+        path.write_text("\n".join(of_csv if kind == "csv" else of_json) + "\n")
+    user, item, time, rating = (f"log.{name}" for name in names)
+    query = (
+        f'SELECT {user} AS "user", {item} AS item, author AS shop, CAST({time} AS BIGINT) / {scale} AS "time", '
+        f"CAST({rating} AS DOUBLE) AS rating, log.order_ FROM log LEFT JOIN items ON {item} = items.{names[1]}"
+    )
+    sources = {n: {"files": str(directory / n), "format": kind} for n in ("log", "items")}
+    return {"sources": sources, "query": query}
+
+
+@pytest.mark.parametrize("shape", ["taobao", "kuairand", "amazon"])
+def test_logs_in_the_shapes_of_public_ones(tmp_path, shape):
+    draw = random.Random(1)
+    items = [draw.choice("abcde") for _ in range(60)]
+    rows = [
+        Row(draw.choice("uvw"), i, str(ord(i) % 2), f"{draw.randrange(5, 25)}", "4", draw.randrange(2))
+        for i in items
+    ]  # fmt: skip
+    table = described() | write_shape(shape, tmp_path, rows) | {"order_by": ["order_"]}
+    table["label"] = {"name": "y", "expression": "item = 'a'"}
+    table["sequence"][0]["numbers"] = [
+        {"name": "rating", "expression": "CAST(rating AS DOUBLE)"},
+    ]
+    build(tmp_path / "out", table, "frequency_limit=0")
+    check(tmp_path / "out", reference(rows))
+
+
 @pytest.mark.parametrize(
     ("log", "where"),
     [
