@@ -161,7 +161,7 @@ def _expanded(option: str, path: Any) -> Any:
     if isinstance(path, ListConfig):
         return [_expanded(option, item) for item in path]
     if isinstance(path, DictConfig):
-        return {name: _expanded(f"{option}.{name}", item) for name, item in path.items()}
+        return {name: _expanded(f"{option}.{name!s}", item) for name, item in path.items()}
     if not isinstance(path, str) or not path.startswith("~"):
         return path
     expanded = os.path.expanduser(path)

@@ -155,6 +155,7 @@ def to_section(composed: DictConfig, schema: type, name: str) -> Any:
         # Before the merge, whose own messages name no option, and after it, when texts are numbers.
         check_values(values, schema, f"{name}.")
         merged = OmegaConf.merge(OmegaConf.structured(schema), values)
+        assert isinstance(merged, DictConfig)
         expand_home(merged, schema, f"{name}.")
         typed_values = OmegaConf.to_container(merged)
         assert isinstance(typed_values, dict)

@@ -83,6 +83,9 @@ class Engine(Protocol):
     columns_at_once: int  # threads that may call the engine at the same time
     doubles: str  # type of lists of doubles
     codes_texts: bool  # whether `stage` writes codes in place of texts
+    num_ties: (
+        int  # rows with the order of the row before, of those that `stage` wrote; Spark counts none
+    )
 
     def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
         """Create relation `name` of the rows of the files, with the columns `file_` and `order_`.
@@ -148,6 +151,7 @@ class DuckDBEngine:
     """
 
     codes_texts = True
+    num_ties = 0
     doubles = "DOUBLE[]"
 
     def __init__(self, config: PreprocConfig, directory: Path, *, may_skip: bool = True) -> None:
@@ -275,6 +279,8 @@ class DuckDBEngine:
             query = self.in_source_order(query)
         stream = self.stream(query, rows_at_once)
         batches = checked_order(stream) if has_order else stream
+        if rows.order_by != SOURCE_ORDER:
+            batches = self._counting_ties(stream, rows.order_by)
         # What sorts runs here, where Ctrl-C interrupts it.
         first = next(batches, None)
         texts = ParquetTexts([file.path for file in rows.files], dictionaries, rows_at_once)
@@ -285,6 +291,29 @@ class DuckDBEngine:
 
         with closing(stream):  # another query needs the connection, also after an error
             write_coded(with_texts(), schema, rows.values, path, self._threads)
+
+    def _counting_ties(
+        self, batches: "Iterator[pa.RecordBatch]", keys: list[str]
+    ) -> "Iterator[pa.RecordBatch]":
+        """Yield rows in the order of `keys`, and count those whose keys are equal to the row's before."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        last: list[pa.RecordBatch] = []
+        self.num_ties = 0
+        for batch in batches:
+            rows = pa.Table.from_batches([*last, batch.select(keys)]).combine_chunks()
+            same: Any = pa.scalar(value=True)
+            for column in rows.columns:
+                if not pa.types.is_nested(column.type):
+                    one, other = column[:-1], column[1:]
+                    both = pc.and_(one.is_null(), other.is_null())
+                    same = pc.and_(
+                        same, pc.or_(pc.equal(one, other).fill_null(fill_value=False), both)
+                    )
+            self.num_ties += pc.sum(same).as_py() or 0 if len(rows) > 1 else 0
+            last = [batch.select(keys)[-1:]] if len(batch) else last
+            yield batch
 
     def in_source_order(self, query: str) -> str:
         """Return a query of rows with `file_` and `order_` that yields them in that order, sorted only if necessary."""

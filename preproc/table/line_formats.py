@@ -11,7 +11,6 @@ A line of libsvm is a label, perhaps `qid:N`, and items `index:value`; of libffm
 
 import glob
 import re
-from itertools import compress
 
 import duckdb
 
@@ -22,6 +21,7 @@ from preproc.table.expressions import quoted, text
 
 # More indices than these are no columns of their own, unless the source's `columns` names them.
 MOST_INDICES = 64
+FIRST_LINES = "LIMIT 2048"
 NUMBER = r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"
 ITEM = {"libsvm": rf"\d+:{NUMBER}", "libffm": rf"[^ :]+:[^ :]+:{NUMBER}"}
 LINE = {
@@ -44,24 +44,36 @@ def line_columns(
             options = "sample_size = -1, maximum_depth = 1, map_inference_threshold = -1"
             query = f"DESCRIBE SELECT * FROM {_json(file, options)}"
             names = [name for name, *_ in connection.execute(query).fetchall()]
-            types = ", ".join(f"{text(name)}: 'JSON'" for name in names)
-            kinds = [f"json_type({quoted(name)})" for name in names]
-            are_lists = [f"bool_and({kind} = 'ARRAY') FILTER ({kind} <> 'NULL')" for kind in kinds]
-            query = f"SELECT {', '.join(are_lists)} FROM {_json(file, f'columns = {{{types}}}')}"
-            lists |= set(compress(names, *connection.execute(query).fetchall()))
+            # The first lines tell most columns that are none; all lines are read again for the others alone.
+            found = _lists(connection, file, names, FIRST_LINES)
+            maybe = [name for name, is_list in found.items() if is_list is not False]
+            found = _lists(connection, file, maybe) if maybe else {}
+            lists |= {name for name, is_list in found.items() if is_list}
             return list(source.columns or names)
         if source.columns:
             return list(source.columns)
         rows = f"(SELECT DISTINCT split_part(unnest(items_), ':', 1) AS key FROM {_items(source, file)})"
-        found = [key for (key,) in connection.execute(f"FROM {rows}").fetchall()]
+        indices = [key for (key,) in connection.execute(f"FROM {rows}").fetchall()]
     except duckdb.Error as error:
         reason = shortened(printable(str(error).splitlines()[0].partition("Error: ")[2]), 300)
         raise ValueError(f"{file.path}: {reason}; correct it") from None
-    keys = sorted(set(found) - {"qid"}, key=lambda key: (len(key), key))
+    keys = sorted(set(indices) - {"qid"}, key=lambda key: (len(key), key))
     if source.format == "libffm":
         return ["label", *(name for key in keys for name in (f"f{key}", f"f{key}_value"))]
-    indices = [f"x{key}" for key in keys] if len(keys) <= MOST_INDICES else []
-    return ["label", *["qid"] * ("qid" in found), "ids", "values", *indices]
+    own = [f"x{key}" for key in keys] if len(keys) <= MOST_INDICES else []
+    return ["label", *["qid"] * ("qid" in indices), "ids", "values", *own]
+
+
+def _lists(
+    connection: duckdb.DuckDBPyConnection, file: RawFile, names: list[str], limit: str = ""
+) -> dict[str, bool | None]:
+    """Return which columns of JSON are lists wherever they have a value; None of one without any."""
+    types = ", ".join(f"{text(name)}: 'JSON'" for name in names)
+    kinds = [f"json_type({quoted(name)})" for name in names]
+    are_lists = [f"bool_and({kind} = 'ARRAY') FILTER ({kind} <> 'NULL')" for kind in kinds]
+    lines = f"(SELECT * FROM {_json(file, f'columns = {{{types}}}')} {limit})"
+    (found,) = connection.execute(f"SELECT {', '.join(are_lists)} FROM {lines}").fetchall()
+    return dict(zip(names, found, strict=True))
 
 
 def lines_of(source: Source, file: RawFile, columns: list[str], lists: frozenset[str]) -> str:

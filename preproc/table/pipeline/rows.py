@@ -92,6 +92,11 @@ def _number_all(journal: Journal, path: Path) -> None:
         journal.engine.stage(staging.rows, path)
     except QueryError as error:
         staging.refuse(error)
+    if journal.engine.num_ties:
+        journal.progress.say(
+            f"note: {journal.engine.num_ties:,} rows have the same table.order_by as the row before, so their order is by "
+            "chance; add an expression that tells them apart"
+        )
     rejected = journal.engine.rejected()
     if rejected and journal.config.on_bad is OnBad.fail:
         (file, line, reason, _), *_ = rejected

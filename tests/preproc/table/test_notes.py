@@ -2,12 +2,15 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from rich.console import Console
 
 from preproc.report.console import NumericalRange, print_notes
+from preproc.table.duckdb_engine import DuckDBEngine
 from tests.preproc.table.test_pipeline import build
 
 
@@ -131,3 +134,29 @@ def test_labels_that_are_all_the_same_have_a_note(labels, expected, tmp_path, ca
         f"note: every label of the {split} rows is {label}: nothing to {use}; check the column or expression of the label"
         for split, label, use in expected
     ]
+
+
+def test_rows_that_order_by_does_not_tell_apart_are_counted(tmp_path, capsys):
+    times = [3, "", 1, 3, "", 2, 3, 1]
+    (tmp_path / "t.csv").write_text("\n".join(["y,c,ts", *(f"1,a,{t}" for t in times)]) + "\n")
+    table = {
+        "sources": {"t": {"files": str(tmp_path / "t.csv")}},
+        "label": {"name": "y"},
+        "categorical": ["c"],
+        "query": "SELECT * FROM t",
+        "order_by": ["CAST(ts AS BIGINT)"],
+        "split": {"train": 0.5},
+    }
+    build(tmp_path / "out", table)
+    assert "note: 4 rows have the same table.order_by as the row before" in capsys.readouterr().out
+    build(tmp_path / "apart", table | {"order_by": [*table["order_by"], "order_"]})
+    assert "table.order_by" not in capsys.readouterr().out
+
+
+def test_ties_are_counted_over_the_parts_of_a_stream():
+    rows = pa.table({"a": [1, 1, 1, 2, 2, None, None, None], "b": [5, 5, 6, 6, 6, 1, None, None]})
+    for size in (1, 3, 8):
+        counted = SimpleNamespace(num_ties=0)
+        parts = [*rows.to_batches(max_chunksize=size), rows.to_batches()[0][:0]]
+        assert [*DuckDBEngine._counting_ties(counted, iter(parts), ["a", "b"])] == parts
+        assert counted.num_ties == 3

@@ -1,6 +1,7 @@
 """Files of a source: formats by their first bytes, headers, and what one clear line says of the others."""
 
 import gzip
+import json
 import math
 import os
 import re
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from configs.table_schema import Source, TableConfig
+from preproc.table.line_formats import line_columns
 from preproc.table.source_files import find_source, read_columns
 from tests.helpers.preproc_command import Refused
 from tests.preproc.table.test_pipeline import build
@@ -340,3 +342,30 @@ def test_an_option_of_the_wrong_kind_is_refused_in_one_line(change, values):
 def test_bounds_of_clip_may_be_infinite():
     transforms = [{"clip": [-math.inf, 5]}, {"clip": [0, math.inf]}]
     TableConfig.of(described("t.csv", numerical=[{"name": "x", "transforms": transforms}]))
+
+
+def test_lists_of_json_lines_are_found_in_all_lines_of_the_columns_that_may_be_some(tmp_path):
+    first = {"plain": 1, "tags": [1], "mixed": [2], "late": None, "never": None}
+    last = {"plain": [1], "tags": None, "mixed": 3, "late": ["x"]}
+    lines = [json.dumps(first)] * 3000 + [json.dumps(last)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "flat.jsonl").write_text('{"x": 1, "y": "b"}\n' * 3000)
+    queries = []
+
+    class Connection:
+        def execute(self, query):
+            queries.append(query)
+            return duckdb.execute(query)
+
+    def lists_of(name: str) -> set[str]:
+        queries.clear()
+        lists: set[str] = set()
+        source, (file,) = find_source("t", Source(files=str(tmp_path / name), format="jsonl"))
+        line_columns(Connection(), source, file, lists)
+        return lists
+
+    assert lists_of("a.jsonl") == {"tags", "late"}
+    assert "plain" not in queries[-1]
+    assert lists_of("flat.jsonl") == set()
+    assert len(queries) == 2
+    assert "LIMIT" in queries[-1]
