@@ -257,6 +257,7 @@ def _built(options: ModelConfig, spec: FeatureSpec) -> Model:
 
 def build_meta(options: ModelConfig, spec: FeatureSpec) -> Model:
     import torch
+    import torchrec  # noqa: F401  # whose first import fails where tensors are meta
 
     with torch.device("meta"):
         return build_dense(options, spec)

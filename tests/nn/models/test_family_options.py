@@ -112,6 +112,8 @@ def num_used(model: nn.Module) -> int:
 def test_the_published_models_have_their_sizes():
     every = [feature.name for feature in CRITEO.categorical]
     of_sok = spec_of(*(feature(f"slot_{slot}", hotness=10) for slot in range(100)), numerical=())
+    import torchrec  # noqa: F401  # whose first import fails where tensors are meta
+
     with torch.device("meta"):
         wide_deep = build_dense(
             options_of("wide_deep", wide_features=["C1", "C2"], deep_features=every), CRITEO
