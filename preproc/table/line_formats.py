@@ -14,7 +14,7 @@ import re
 
 import duckdb
 
-from configs.messages import printable, shortened
+from configs.messages import printable, shortened, shown
 from configs.table_schema import Source
 from preproc.raw_files import RawFile
 from preproc.table.expressions import quoted, text
@@ -49,6 +49,8 @@ def line_columns(
             maybe = [name for name, is_list in found.items() if is_list is not False]
             found = _lists(connection, file, maybe) if maybe else {}
             lists |= {name for name, is_list in found.items() if is_list}
+            renamed = [n for n in maybe if found[n] is None and re.search(r"_\d+$", n)]
+            _refuse_twins(connection, file, renamed)
             return list(source.columns or names)
         if source.columns:
             return list(source.columns)
@@ -62,6 +64,20 @@ def line_columns(
         return ["label", *(name for key in keys for name in (f"f{key}", f"f{key}_value"))]
     own = [f"x{key}" for key in keys] if len(keys) <= MOST_INDICES else []
     return ["label", *["qid"] * ("qid" in indices), "ids", "values", *own]
+
+
+def _refuse_twins(connection: duckdb.DuckDBPyConnection, file: RawFile, names: list[str]) -> None:
+    """Raise ValueError if no line has one of these names: DuckDB makes `A_1` of an `A` beside an `a`."""
+    found = ", ".join(f"coalesce(bool_or(list_contains(keys, {text(n)})), false)" for n in names)
+    path = text(glob.escape(str(file.path)))
+    objects = f"read_ndjson_objects({path}, compression = '{file.compression}')"
+    keys = f"SELECT json_keys(json) AS keys FROM {objects}"
+    rows = connection.execute(f"SELECT {found} FROM ({keys})").fetchall() if names else [()]
+    for name, is_there in zip(names, rows[0], strict=True):
+        if not is_there:
+            raise ValueError(
+                f"{file.path}: two columns are called {shown(name.rpartition('_')[0])} (SQL ignores case); rename one"
+            )
 
 
 def _lists(

@@ -369,3 +369,15 @@ def test_lists_of_json_lines_are_found_in_all_lines_of_the_columns_that_may_be_s
     assert lists_of("flat.jsonl") == set()
     assert len(queries) == 2
     assert "LIMIT" in queries[-1]
+
+
+def test_names_of_json_lines_that_differ_by_case_alone_are_refused(tmp_path):
+    def columns_of(name: str, line: str) -> list[str]:
+        (tmp_path / name).write_text(f"{line}\n" * 3)
+        source, files = find_source("t", Source(files=str(tmp_path / name), format="jsonl"))
+        return read_columns(source, files).columns
+
+    # DuckDB calls the second one A_1, and would find no value of that name.
+    with pytest.raises(ValueError, match=r"twins.jsonl: two columns are called 'A' \(SQL ignores"):
+        columns_of("twins.jsonl", '{"a": 1, "A": 2}')
+    assert columns_of("own.jsonl", '{"a": 1, "A_1": null}') == ["a", "A_1"]
