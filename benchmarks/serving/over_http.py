@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from serving.client.connection import Address, Connection
+from serving.client.dataset_requests import encoded
 from serving.client.server_time import SAMPLE
 from serving.inference.model_rows import Rows
 from serving.inference.versions import Model, Version, Versions
@@ -107,20 +108,7 @@ async def _counts(port: int) -> dict[str, float]:
 
 
 def _write(path: Path, rows: Rows) -> str:
-    arrays = {
-        NUMERICAL: ("FP32", rows.numerical.numpy().astype("<f4")),
-        IDS: ("INT32", rows.ids.numpy().astype("<i4")),
-    }
-    entries = [
-        {
-            "name": name,
-            "datatype": datatype,
-            "shape": list(array.shape),
-            "parameters": {"binary_data_size": array.nbytes},
-        }
-        for name, (datatype, array) in arrays.items()
-    ]
-    head = json.dumps({"inputs": entries, "parameters": {"binary_data_output": True}}).encode()
-    blobs = b"".join(array.tobytes() for _, array in arrays.values())
-    path.write_bytes(f"{len(head)}\n".encode() + head + blobs)
+    inputs = {NUMERICAL: rows.numerical.numpy(), IDS: rows.ids.numpy()}
+    request = encoded(len(rows.ids), inputs, {NUMERICAL: "FP32", IDS: "INT32"})
+    path.write_bytes(f"{request.header_length}\n".encode() + request.body)
     return str(path)

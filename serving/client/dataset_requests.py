@@ -26,6 +26,29 @@ class EncodedRequest:
     inputs: Mapping[str, np.ndarray]  # the tensors by name, for shared memory
 
 
+def encoded(
+    num_rows: int, inputs: Mapping[str, np.ndarray], datatypes: Mapping[str, str]
+) -> EncodedRequest:
+    """Return a request of these tensors, in the datatypes of their names; FP32 where there is none."""
+    arrays, entries = {}, []
+    for name, values in inputs.items():
+        datatype = datatypes.get(name, "FP32")
+        array = np.ascontiguousarray(values, DTYPES[datatype])
+        arrays[name] = array
+        entries.append(
+            {
+                "name": name,
+                "datatype": datatype,
+                "shape": list(array.shape),
+                "parameters": {"binary_data_size": array.nbytes},
+            }
+        )
+    document = {"inputs": entries, "parameters": {"binary_data_output": True}}
+    head = json.dumps(document).encode()
+    body = b"".join([head, *(array.tobytes() for array in arrays.values())])
+    return EncodedRequest(num_rows, body, len(head), arrays)
+
+
 class RequestEncoder:
     """Encoder of rows for one model. Raises ValueError: the dataset has other features than the model."""
 
@@ -63,23 +86,7 @@ class RequestEncoder:
         inputs = self._inputs(columns)
         if columns.keep_rates is not None and self._spec.keep_rate is not None:
             inputs[self._spec.keep_rate.name] = columns.keep_rates
-        arrays, entries = {}, []
-        for name, values in inputs.items():
-            datatype = self._datatypes.get(name, "FP32")
-            array = np.ascontiguousarray(values, DTYPES[datatype])
-            arrays[name] = array
-            entries.append(
-                {
-                    "name": name,
-                    "datatype": datatype,
-                    "shape": list(array.shape),
-                    "parameters": {"binary_data_size": array.nbytes},
-                }
-            )
-        document = {"inputs": entries, "parameters": {"binary_data_output": True}}
-        head = json.dumps(document).encode()
-        body = b"".join([head, *(array.tobytes() for array in arrays.values())])
-        return EncodedRequest(len(columns.labels), body, len(head), arrays)
+        return encoded(len(columns.labels), inputs, self._datatypes)
 
     def _inputs(self, columns: Columns) -> dict[str, np.ndarray]:
         size = len(columns.labels)
