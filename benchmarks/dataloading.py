@@ -21,16 +21,15 @@ import numpy as np
 import torch
 
 from benchmarks.launch import command_parser
+from benchmarks.rows import compose_row
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
 from dataloading.loader import Loader, LoaderSettings
 
-T15_CARDINALITIES = (
-    *(7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11),
-    *(2209, 10667, 104, 4, 968, 15, 8165896, 2675940, 7156453, 302516, 12022, 97, 35),
-)
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
+"""Of the batches."""
 WRITE_ROWS = 262_144
 PEER = (
     "16.5 M rows/s: NVIDIA's PyTorch DLRM on 8 A100 (AMP, CUDA graphs), the fastest they published"
@@ -40,9 +39,8 @@ PEER = (
 def write_rows(root: Path, num_rows: int, file_format: str) -> None:
     """Write `num_rows` training rows, and a few for the test split."""
     generator = np.random.default_rng(0)
-    features = [
-        CategoricalFeature.of(f"cat_{i}.bin", rows) for i, rows in enumerate(T15_CARDINALITIES)
-    ]
+    tables = compose_row("dlrm", "data=criteo_t15").data.synthetic.cardinalities
+    features = [CategoricalFeature.of(f"cat_{i}.bin", rows) for i, rows in enumerate(tables)]
     numerical = [f"num_{i}" for i in range(13)]
     with write_dataset(
         root, categorical=features, numerical=numerical, file_format=file_format
@@ -146,7 +144,7 @@ def make_loaders(
                 prefetch=options["prefetch"] or 2 * options["workers"],
                 workers=options["workers"],
             ),
-            device=device_name(),
+            device=DEVICE,
         )
         for name, source in sources.items()
     }
@@ -154,11 +152,6 @@ def make_loaders(
         for loader in loaders.values():
             loader.fork_readers()
     return loaders
-
-
-def device_name() -> str:
-    """Return the device of the batches."""
-    return "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def compare(
@@ -188,7 +181,7 @@ def compare(
 def main() -> None:
     """Run the benchmark of the command line."""
     options, data = parse()
-    print(f"{options}; destination memory for {device_name()}")
+    print(f"{options}; destination memory for {DEVICE}")
     with tempfile.TemporaryDirectory() as folder:
         if data is None:
             sources, row_bytes = write_sources(Path(folder), options["rows"])

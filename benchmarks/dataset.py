@@ -1,10 +1,14 @@
-"""Ragged datasets, made from those of `python -m preproc dataset=synthetic`."""
+"""Datasets of `python -m preproc`, and ragged ones made from those of `dataset=synthetic`."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.rows import ROOT
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
@@ -13,6 +17,17 @@ from dataloading.randomness import power_law
 CHUNK_ROWS = 262_144
 MOST_IDS = 10
 """Ids per row: 0 to so many, all equally often; 5 on average."""
+
+
+def preprocess(*settings: str) -> None:
+    """Run `python -m preproc` with these settings, which prints nothing but errors; raises CalledProcessError if it fails."""
+    subprocess.run(
+        [sys.executable, "-m", "preproc", *settings],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def ragged_dataset(stored: Path, num_ragged: int, exponent: float) -> Path:

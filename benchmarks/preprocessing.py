@@ -167,16 +167,9 @@ def main() -> None:
         work = Path(folder)
         source = options["source"]
         if not source:
-            made = write_days(
-                work / "logs",
-                int(options["days"]),
-                int(options["rows"]),
-                int(options["seed"]),
-                int(options["threads"]),
-            )
-            text_bytes = sum(size for _, size in made)
-            source = f"{work}/logs/day_*"
-            num_rows = int(options["days"]) * int(options["rows"])
+            days, rows, *others = (int(options[k]) for k in ("days", "rows", "seed", "threads"))
+            text_bytes = sum(size for _, size in write_days(work / "logs", days, rows, *others))
+            source, num_rows = f"{work}/logs/day_*", days * rows
         else:
             paths = glob.glob(source)
             text_bytes = sum(os.path.getsize(path) for path in paths)

@@ -198,18 +198,14 @@ ROWS = {
     "dlrm_giant_2_columns": Row(
         "dlrm", 2, *GIANT, overrides=("sharding.tables={cat_0: column_wise}",)
     ),
-    "dlrm_t15_1_uniform": Row("dlrm", 1, *T15, exponent=0),
     "dlrm_t15_4_uniform": Row("dlrm", 4, *T15, exponent=0),
     # Precisions of the dense component; the rows without a suffix are in bf16.
     "dlrm_t15_1_tf32": Row("dlrm", 1, *T15, overrides=TF32),
     "dlrm_t15_1_fp32": Row("dlrm", 1, *T15, overrides=FP32),
     "dlrm_t15_1_fp16": Row("dlrm", 1, *T15, overrides=FP16),
-    "dlrm_t15_1_bf16_tables": Row("dlrm", 1, *T15, overrides=BF16_TABLES),
     "dlrm_t3_1": Row("dlrm", 1, "dlrm_criteo_t3", "criteo_t3"),
-    "dlrm_t3_2": Row("dlrm", 2, "dlrm_criteo_t3", "criteo_t3"),
     # Its five large tables, 83.7 of 84.9 GiB, in host memory, with room on the GPU for a tenth or a hundredth of their rows.
     "dlrm_t3_1_host_10": HOST_T3,
-    "dlrm_t3_1_host_10_uniform": replace(HOST_T3, exponent=0),
     # The smallest of the five has at least room for three batches.
     "dlrm_t3_1_host_1": replace(HOST_T3, overrides=(in_tier("host", 0.01, cat_20=0.02),)),
     # On a local disk: host memory has 8 GiB for their rows, and the GPU 25.
@@ -223,7 +219,6 @@ ROWS = {
     "dlrm_t0_1_host": Row("dlrm", 1, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES),
     # DCNv2, Adam.
     "dcnv2_t15_1": Row("dcnv2", 1, *CROSS_T15),
-    "dcnv2_t15_1_bf16_tables": Row("dcnv2", 1, *CROSS_T15, overrides=BF16_TABLES),
     "dcnv2_t15_1_fp8": Row("dcnv2", 1, *CROSS_T15, overrides=FULL_FP8),
     "dcnv2_t15_1_fp8_partial": Row("dcnv2", 1, *CROSS_T15, overrides=("train.fp8=partial",)),
     "dcnv2_t15_1_tf32": Row("dcnv2", 1, *CROSS_T15, overrides=TF32),
@@ -232,7 +227,6 @@ ROWS = {
     "dcnv2_t15_2": Row("dcnv2", 2, *CROSS_T15),
     "dcnv2_t15_2_weak": Row("dcnv2", 2, *CROSS_T15, overrides=WEAK_2),
     "dcnv2_t15_4": Row("dcnv2", 4, *CROSS_T15),
-    "dcnv2_t3_4": Row("dcnv2", 4, "dcnv2_criteo_t3", "criteo_t3"),
     # MLPerf's DCNv2: 214 lookups per sample, a global batch of 32,768. On one GPU the tables leave memory for one optimizer
     # state per row.
     "dcnv2_mlperf_1": replace(MLPERF, overrides=STATE_PER_ROW),

@@ -1,6 +1,6 @@
 """Training speed of the recipe as a user runs it: dataset in the page cache, loader, learning rate schedule, loss, metrics.
 
-    python -m benchmarks.train --data DIR --out DIR dlrm_t15_1 dlrm_t15_1_uniform
+    python -m benchmarks.train --data DIR --out DIR dlrm_t15_1 dlrm_t15_1_ragged
 
 Each row runs `torchrun ... dlrm.py experiment=...`. Its dataset is generated first, unless --data holds it already. The speed is
 that of the records after the first. The last steps run under the profiler and count in no speed.
@@ -10,9 +10,7 @@ with date, machine and commit are in benchmarks/README.md.
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.dataset import ragged_dataset
+from benchmarks.dataset import preprocess, ragged_dataset
 from benchmarks.floors import floor_of_row
 from benchmarks.launch import command_parser, ends_well, held_output, spread
 from benchmarks.rows import ROOT, ROWS, Row
@@ -34,6 +32,7 @@ DLRMV4_SAMPLES = 69.3e6
 TEST_ROWS = 131_072
 PROFILED_STEPS = 10
 RECORD_EVERY = 50
+FLOOR_TIMES = ("ms", "sustained_ms", "bound", "times_ms")
 
 
 def main() -> None:
@@ -109,11 +108,8 @@ def read_result(
     step_ms = floor.global_batch_size / speeds["median"] * 1e3
     return {
         "row": name,
-        "recipe": row.recipe,
-        "experiment": row.experiment,
-        "world_size": row.world_size,
+        **{key: getattr(row, key) for key in ("recipe", "experiment", "world_size", "exponent")},
         "global_batch_size": floor.global_batch_size,
-        "exponent": row.exponent,
         "command": lines[0]["command"],
         "commit": git_commit(ROOT),
         "environment": lines[0],
@@ -125,13 +121,7 @@ def read_result(
         "peak_hbm_bytes": records[-1]["hbm_bytes"],
         "planned_hbm_bytes": planned,
         "memory": trained and memory_of(trained, floor.global_batch_size, run_dir),
-        "floor": asdict(floor)
-        | {
-            "ms": floor.ms,
-            "sustained_ms": floor.sustained_ms,
-            "bound": floor.bound,
-            "times_ms": floor.times_ms,
-        },
+        "floor": asdict(floor) | {key: getattr(floor, key) for key in FLOOR_TIMES},
         "times_the_floor": step_ms / floor.ms,
         "times_the_sustained_floor": step_ms / floor.sustained_ms,
         "breakdown": breakdown,
@@ -227,31 +217,14 @@ def row_dataset(row: Row, root: Path) -> Path:
         return path
     root.mkdir(parents=True, exist_ok=True)
     if row.users:
-        _preprocess("dataset=yambda", f"output={path}", f"yambda.users={row.users}")
+        preprocess("dataset=yambda", f"output={path}", f"yambda.users={row.users}")
         return path
     tables = yaml.safe_load((ROOT / "configs/data" / f"{row.tables}.yaml").read_text())["synthetic"]
     tables |= {"exponent": row.exponent, "train_rows": row.train_rows, "test_rows": TEST_ROWS}
-    _preprocess(
-        "dataset=synthetic",
-        f"output={path}",
-        *(
-            f"data.synthetic.{key}={json.dumps(value)}"
-            for key, value in tables.items()
-            if key not in dict(row.synthetic)
-        ),
-        *(f"data.synthetic.{key}={value}" for key, value in row.synthetic),
-    )
+    values = {key: json.dumps(value) for key, value in tables.items()} | dict(row.synthetic)
+    settings = (f"data.synthetic.{key}={value}" for key, value in values.items())
+    preprocess("dataset=synthetic", f"output={path}", *settings)
     return path
-
-
-def _preprocess(*settings: str) -> None:
-    subprocess.run(
-        [sys.executable, "-m", "preproc", *settings],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ rows, so that no item is likelier than another by its popularity.
 
 import gzip
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from benchmarks.rows import ROOT
+from benchmarks.dataset import preprocess
 from dataloading.dataset.sequences import EVENTS
 
 FILES = {"next": "u.data.gz", "beauty": "Beauty.txt", "toys": "Toys_and_Games.txt"}
@@ -36,9 +34,8 @@ def dataset(name: str, variant: str, source: Path, out: Path) -> Path:
         files = (
             source if name == "liked" else write_rows(read_lists(source / FILES[name]), out / name)
         )
-        command = [sys.executable, "-m", "preproc", "--config-dir", "benchmarks/sequences"]
-        command += [f"dataset={preset}", f"source={files}", f"output={root}"]
-        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        settings = (f"dataset={preset}", f"source={files}", f"output={root}")
+        preprocess("--config-dir", "benchmarks/sequences", *settings)
     other = out / f"{name}-{variant}"
     if not other.exists():
         change(root, other, variant)

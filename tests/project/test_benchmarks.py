@@ -231,7 +231,7 @@ def test_a_dataset_has_the_tables_of_the_row_and_is_generated_once(tmp_path, mon
     made = []
     monkeypatch.setattr("benchmarks.train.ROOT", tmp_path)
     monkeypatch.setattr(
-        "benchmarks.train.subprocess.run", lambda command, **_: made.append(command)
+        "benchmarks.dataset.subprocess.run", lambda command, **_: made.append(command)
     )
     row = Row("dlrm", 1, "none", "tiny", exponent=0, train_rows=640)
     path = row_dataset(row, tmp_path / "data")
