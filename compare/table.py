@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 
 from compare.run_record import RunRecord, differing
-from configs.built_in import MODELS
 from configs.option_values import short_names, written
 from nn.models.metric import Metric, best_of
 from nn.observability.records import BASELINE
@@ -51,7 +50,7 @@ def recipe_of(run: RunRecord) -> str:
     The recipe of `main.py` without an experiment is DLRM's, which tells nothing of another model.
     """
     recipe, model = (str(run.options.get(key, "")) for key in ("recipe", "model.name"))
-    if recipe in MODELS and model:
+    if recipe == "dlrm" and model:
         return model
     return recipe if model in recipe else f"{recipe}, model {model}"
 

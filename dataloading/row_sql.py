@@ -108,15 +108,20 @@ def columns_of(sql: str) -> list[str]:
     return list(names)
 
 
+READS_TABLE = re.compile(
+    r'"type": "BASE_TABLE"|"function_name": "(read_|query|glob|duckdb_|\w+_scan)'
+)
+
+
 def reads_other_rows(sql: str) -> bool:
-    """Return whether an expression has a window, or reads a table; False if DuckDB does not parse it."""
-    if not re.search(r"\b(over|from)\b", sql, re.IGNORECASE):
+    """Return whether an expression has a window, or reads a table or a file; False if DuckDB does not parse it."""
+    if not re.search(r"\b(over|from|table)\b", sql, re.IGNORECASE):
         return False
     try:
         tree = json.dumps(_parsed(sql))
     except (ValueError, RecursionError):
         return False
-    return '"class": "WINDOW"' in tree or '"type": "BASE_TABLE"' in tree
+    return '"class": "WINDOW"' in tree or READS_TABLE.search(tree) is not None
 
 
 class RowSql:

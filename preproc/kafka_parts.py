@@ -130,26 +130,17 @@ def _collected(
 
     Raises ValueError: the broker has not the messages before those of `begins` any more, as an emptied topic.
     """
-    from confluent_kafka import TopicPartition
-
-    _, topic = topic_of(config.source) or ("", "")
     options, messages, since = config.kafka, list["Message"](), time.monotonic()
     while (count := options.part_rows - len(messages)) > 0:
         limit_s = options.part_s if messages else options.idle_s
-        if limit_s is not None and time.monotonic() - since >= limit_s:
+        waited_s = time.monotonic() - since
+        if not messages and waited_s >= min(ANSWER_S, limit_s or ANSWER_S):
+            _check_end(consumer, config, begins)
+        if limit_s is not None and waited_s >= limit_s:
             break
         found = consumer.consume(min(count, MOST_AT_ONCE), timeout=0.2)
         if found and not messages:
             since = time.monotonic()
-        # Some brokers answer an offset behind their last message by none, as if more were to come.
-        for partition, next_ in begins.items() if not found else ():
-            asked = TopicPartition(topic, int(partition))
-            low, high = consumer.get_watermark_offsets(asked, cached=True)
-            if 0 <= high < next_:
-                raise ValueError(
-                    f"{config.source}, partition {partition}: the next message is {next_:,}, and the broker has "
-                    f"{low:,} to {high:,}; if messages are gone, name a new output"
-                )
         for message in found:
             if (error := message.error()) is not None:
                 raise ValueError(
@@ -157,6 +148,25 @@ def _collected(
                 )
         messages += found
     return messages
+
+
+def _check_end(consumer: "Consumer", config: PreprocConfig, begins: dict[str, int]) -> None:
+    """Raise ValueError if the topic ends before the messages of `begins`.
+
+    Some brokers answer an offset behind their last message by none, as if more were to come. It is asked after a time without
+    messages, since a broker that takes over may know less for a moment.
+    """
+    from confluent_kafka import TopicPartition
+
+    _, topic = topic_of(config.source) or ("", "")
+    for partition, next_ in begins.items():
+        asked = TopicPartition(topic, int(partition))
+        low, high = consumer.get_watermark_offsets(asked, cached=True)
+        if 0 <= high < next_:
+            raise ValueError(
+                f"{config.source}, partition {partition}: the next message is {next_:,}, and the broker has {low:,} to {high:,}; "
+                "if messages are gone, name a new output"
+            )
 
 
 def _lines_of(config: PreprocConfig, messages: "list[Message]") -> Lines:

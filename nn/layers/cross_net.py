@@ -144,8 +144,9 @@ class MaskedCrossLayer(nn.Module):
             from nn.ops.triton.cross_net import masked_cross
 
             parameters = self.linear.weight, self.norm.weight, self.norm.bias, self.bias
-            pair = as_autocast(factor), as_autocast(x)
-            return masked_cross(*pair, self.dropout.mask, self.norm.eps, parameters)
+            narrow = as_autocast(x)
+            first = narrow if factor is x else as_autocast(factor)
+            return masked_cross(first, narrow, self.dropout.mask, self.norm.eps, parameters)
         crossed = self.batch_norm(self.linear(x))
         mask = torch.relu(self.norm(crossed))
         both = torch.cat([crossed, crossed * mask], dim=1) + self.bias.to(crossed.dtype)

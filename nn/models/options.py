@@ -589,6 +589,8 @@ def without_effect(options: ModelConfig) -> dict[str, str]:
             found[name] = "the hidden layers are those of model.structure=parallel"
     elif isinstance(options, WuKongOptions):
         hidden = [*options.fm_hidden, *options.hidden]
+    elif isinstance(options, PEPNetOptions):
+        hidden = options.tower_hidden
     elif isinstance(options, STAROptions):
         hidden = [*options.hidden, *options.auxiliary_hidden]
     elif isinstance(options, _TwoMLPOptions):

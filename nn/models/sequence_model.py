@@ -79,7 +79,7 @@ class SequenceModel(Model):
         """Return what events and blocks keep, and the operations of the blocks."""
         blocks = cast("list[TransformerBlock]", list(self.blocks))  # or others with their methods
         kept = sum(block.kept_per_position for block in blocks)
-        kept += max(block.gradients_per_position for block in blocks)
+        kept += max((block.gradients_per_position for block in blocks), default=0)
         tokens = self.inputs.mean_events * self.tokens_per_event + self.tokens_per_sample
         # Tokens of the latest events alone leave the others their vectors with a gradient.
         of_event = self.tokens_per_event * kept or 2 * self.inputs.columns

@@ -268,8 +268,8 @@ class DuckDBEngine:
             schema = schema.remove(schema.get_field_index(name))
         if dictionaries:
             query = f"SELECT * EXCLUDE ({', '.join(dictionaries)}) FROM ({query})"
-        has_order = rows.order_by == SOURCE_ORDER
-        if not has_order:
+        has_order, is_sorted = rows.order_by == SOURCE_ORDER, rows.order_by != SOURCE_ORDER
+        if is_sorted:
             query = f"SELECT * FROM ({query}) ORDER BY {nulls_first(rows.order_by)}"
         elif self._keeps_order(query) and not any(file.is_parquet for file in rows.files):
             # Numbering the lines of text files would take one thread for all columns.
@@ -279,7 +279,7 @@ class DuckDBEngine:
             query = self.in_source_order(query)
         stream = self.stream(query, rows_at_once)
         batches = checked_order(stream) if has_order else stream
-        if rows.order_by != SOURCE_ORDER:
+        if is_sorted:
             batches = self._counting_ties(stream, rows.order_by)
         # What sorts runs here, where Ctrl-C interrupts it.
         first = next(batches, None)
@@ -295,7 +295,7 @@ class DuckDBEngine:
     def _counting_ties(
         self, batches: "Iterator[pa.RecordBatch]", keys: list[str]
     ) -> "Iterator[pa.RecordBatch]":
-        """Yield rows in the order of `keys`, and count those whose keys are equal to the row's before."""
+        """Yield rows in the order of `keys`, and count those whose keys, none of them nested, are equal to the row's before."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -303,14 +303,12 @@ class DuckDBEngine:
         self.num_ties = 0
         for batch in batches:
             rows = pa.Table.from_batches([*last, batch.select(keys)]).combine_chunks()
-            same: Any = pa.scalar(value=True)
-            for column in rows.columns:
-                if not pa.types.is_nested(column.type):
-                    one, other = column[:-1], column[1:]
-                    both = pc.and_(one.is_null(), other.is_null())
-                    same = pc.and_(
-                        same, pc.or_(pc.equal(one, other).fill_null(fill_value=False), both)
-                    )
+            same: Any = pa.scalar(value=not any(pa.types.is_nested(c.type) for c in rows.columns))
+            for column in rows.columns if same.as_py() else ():
+                one, other = column[:-1], column[1:]
+                # NaN is equal to NaN here, as where rows are sorted.
+                both = pc.and_(one.is_null(nan_is_null=True), other.is_null(nan_is_null=True))
+                same = pc.and_(same, pc.or_(pc.equal(one, other).fill_null(fill_value=False), both))
             self.num_ties += pc.sum(same).as_py() or 0 if len(rows) > 1 else 0
             last = [batch.select(keys)[-1:]] if len(batch) else last
             yield batch

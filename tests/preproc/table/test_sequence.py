@@ -398,6 +398,8 @@ def test_logs_in_the_shapes_of_public_ones(tmp_path, shape):
     [
         ({"numbers": [{"name": "next", "expression": 'lead(y) OVER (PARTITION BY "user")'}]}, "numbers: 'next'"),
         ({"numbers": [{"name": "mean", "expression": "(SELECT avg(CAST(y AS INT)) FROM t)"}]}, "numbers: 'mean'"),
+        ({"numbers": [{"name": "top", "expression": "(SELECT count(y) FROM (TABLE t))"}]}, "numbers: 'top'"),
+        ({"numbers": [{"name": "far", "expression": "(SELECT count(*) FROM read_text('/proc/version'))"}]}, "numbers: 'far'"),
         ({"filter": "count(*) OVER (PARTITION BY item) > 2"}, "filter"),
         ({"order_by": "row_number() OVER ()"}, "order_by"),
         ({"of": ["popular"]}, "table.categorical: 'popular'"),
