@@ -83,9 +83,7 @@ class Engine(Protocol):
     columns_at_once: int  # threads that may call the engine at the same time
     doubles: str  # type of lists of doubles
     codes_texts: bool  # whether `stage` writes codes in place of texts
-    num_ties: (
-        int  # rows with the order of the row before, of those that `stage` wrote; Spark counts none
-    )
+    num_ties: int  # rows of the latest `stage` whose order is that of the row before; Spark: 0
 
     def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
         """Create relation `name` of the rows of the files, with the columns `file_` and `order_`.
@@ -268,7 +266,8 @@ class DuckDBEngine:
             schema = schema.remove(schema.get_field_index(name))
         if dictionaries:
             query = f"SELECT * EXCLUDE ({', '.join(dictionaries)}) FROM ({query})"
-        has_order, is_sorted = rows.order_by == SOURCE_ORDER, rows.order_by != SOURCE_ORDER
+        is_sorted = rows.order_by != SOURCE_ORDER
+        has_order = not is_sorted
         if is_sorted:
             query = f"SELECT * FROM ({query}) ORDER BY {nulls_first(rows.order_by)}"
         elif self._keeps_order(query) and not any(file.is_parquet for file in rows.files):
