@@ -85,7 +85,7 @@ def in_tier(tier: str, cache: float, **others: float) -> str:
 
 T15 = ("dlrm_criteo_t15", "criteo_t15")
 RAGGED = Row("dlrm", 1, *T15, ragged=6, train_rows=100 * 65_536)
-WEAK_2 = ("train.batch_size=131072",)
+WEAK_2, WEAK_4 = ("train.batch_size=131072",), ("train.batch_size=262144",)
 GIANT = ("dlrm_criteo_t15", "criteo_giant")
 CROSS_T15 = ("dcnv2_criteo_t15", "criteo_t15")
 MLPERF = Row("dcnv2", 1, "dcnv2_mlperf", "criteo_mlperf", train_rows=50 * 65_536)
@@ -177,14 +177,16 @@ ROWS = {
     "dlrm_t15_4": Row("dlrm", 4, *T15),
     # Weak scaling: 65,536 rows per GPU; its first point is dlrm_t15_1.
     "dlrm_t15_2_weak": Row("dlrm", 2, *T15, overrides=WEAK_2),
-    "dlrm_t15_4_weak": Row("dlrm", 4, *T15, overrides=("train.batch_size=262144",)),
+    "dlrm_t15_4_weak": Row("dlrm", 4, *T15, overrides=WEAK_4),
     # One thing changed at a time.
     # Data as most users have it: 6 of 26 features with 5 ids on average. Tables whose rows lie on several GPUs.
     "dlrm_t15_1_ragged": RAGGED,
     "dlrm_t15_2_ragged": replace(RAGGED, world_size=2),
     "dlrm_t15_2_weak_ragged": replace(RAGGED, world_size=2, overrides=WEAK_2),
+    "dlrm_t15_4_weak_ragged": replace(RAGGED, world_size=4, overrides=WEAK_4),
     "dlrm_t15_2_rows": Row("dlrm", 2, *T15, overrides=ROW_WISE),
     "dlrm_t15_2_weak_rows": Row("dlrm", 2, *T15, overrides=(*ROW_WISE, *WEAK_2)),
+    "dlrm_t15_4_weak_rows": Row("dlrm", 4, *T15, overrides=(*ROW_WISE, *WEAK_4)),
     # Distinct rows of whole tables instead of vectors, where they are fewer bytes.
     "dlrm_t15_2_least": Row("dlrm", 2, *T15, overrides=("sharding.exchange=least",)),
     "dlrm_t15_2_mixed": replace(

@@ -165,7 +165,7 @@ def test_a_restored_run_trains_as_the_uninterrupted_one(moved, kind, move):
 
 
 GPU_KINDS = [*KINDS, ("whole", "adagrad")]
-GPU_MOVES = [(2, 1), (1, 2), (2, 4)]
+GPU_MOVES = [(2, 1), (1, 2), (2, 4), (4, 1)]
 
 
 @pytest.fixture(scope="module")
