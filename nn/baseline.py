@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Columns, Source, read_with_keys
 from nn.metrics.grouped_auc import weighted_auc
 from nn.models.tasks import Task
@@ -22,12 +23,13 @@ from nn.observability.records import BASELINE
 # C: models, a learning rate and a label each; S: weights of a model; T: binary labels
 
 MOST_ROWS = 1_000_000
-"""A dataset of at most so many rows gets a baseline without being asked."""
 RATES, L2, BETA = (0.05, 0.15, 0.5), (3.0, 3.0, 1.0), 1.0
 BATCH_ROWS, PARTS = 1024, 64
 """A batch has rows of so many parts of the data, since neighbours may be alike."""
 MOST_PASSES, MOST_IDS = 6, 75_000_000
 """The passes of the choice read at most so many ids, in about 10 s; of more rows, evenly spread ones are trained."""
+MOST_HELD_IDS = 4 * MOST_IDS
+"""Of the rows that it is measured on, which lie in memory with 8 bytes an id."""
 MOST_WEIGHTS, KEYS, BINS = 1 << 23, 1_048_573, 64
 
 
@@ -47,6 +49,15 @@ class _Batch:
         return logits.index_add_(0, self.row.long(), weights[indices])
 
 
+def most_rows(spec: FeatureSpec) -> int:
+    """Return how many rows a dataset may have that gets a baseline without being asked, and a split that it is measured on."""
+    return min(MOST_ROWS, int(MOST_HELD_IDS / _ids_per_row(spec)))
+
+
+def _ids_per_row(spec: FeatureSpec) -> float:
+    return 1 + len(spec.numerical) + sum(f.mean_hotness for f in spec.categorical)
+
+
 def baseline(
     source: Source, tasks: Sequence[Task], split: str, num_test: int, num_trained: int
 ) -> dict[str, Any]:
@@ -56,18 +67,18 @@ def baseline(
     same rows give the same numbers.
     """
     binary = [index for index, task in enumerate(tasks) if task.is_binary]
-    ids_per_row = len(source.spec.numerical) + sum(f.mean_hotness for f in source.spec.categorical)
-    most_rows = int(MOST_IDS / (1 + ids_per_row) / max(len(binary), 1))
-    num_rows = min(source.num_rows("train"), num_trained, most_rows)
+    most = int(MOST_IDS / _ids_per_row(source.spec))
+    most_fitted = most // max(len(binary), 1)
+    num_rows = min(source.num_rows("train"), num_trained, most_fitted)
     if not binary or num_rows < 2 * PARTS or not num_test:
         return {}
     threads = torch.get_num_threads()
     # The order of a sum depends on the number of threads.
     torch.set_num_threads(1)
     try:
-        rows = _Rows(source, binary)
+        rows = _Rows(source, binary, most)
         fitted = rows.batches("train", source.num_rows("train"), num_rows)
-        passes = min(max(most_rows // num_rows, 1), MOST_PASSES)
+        passes = min(max(most_fitted // num_rows, 1), MOST_PASSES)
         trained = _trained(fitted, rows.num_weights, passes)
         tested = rows.batches(split, num_test, num_test)
     finally:
@@ -94,9 +105,9 @@ def baseline(
 class _Rows:
     """Rows of a source as batches, whose numbers, ids and keys have indices among `num_weights` weights."""
 
-    def __init__(self, source: Source, binary: Sequence[int]) -> None:
+    def __init__(self, source: Source, binary: Sequence[int], most: int) -> None:
         self._source, self._binary, spec = source, binary, source.spec
-        first = np.array([[0, min(source.num_rows("train"), BATCH_ROWS * BINS)]])
+        first = np.array([[0, min(source.num_rows("train"), BATCH_ROWS * BINS, most)]])
         numerical = source.read("train", first).numerical
         quantiles = np.linspace(0, 1, BINS + 1)[1:-1]
         self._edges = [np.unique(np.quantile(column, quantiles)) for column in numerical.T]

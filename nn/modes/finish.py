@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nn.baseline import MOST_ROWS, baseline
+from nn.baseline import baseline, most_rows
 from nn.build import TRAIN_SPLIT
 from nn.checkpoint.directory import CHECKPOINTS, list_checkpoints, step_of
 from nn.distributed.errors import DivergedError, SharedError, StoppedError
@@ -141,13 +141,14 @@ def _baseline(session: Session, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of the baseline that `eval.baseline` asks for, or that a small dataset has without; else nothing."""
     config, source = session.config, session.source
     rows = source.num_rows(TRAIN_SPLIT) + source.num_rows(config.eval.split)
-    is_small = config.data.path is not None and rows <= MOST_ROWS and not session.start.day.number
+    most = most_rows(source.spec)
+    is_small = config.data.path is not None and rows <= most and not session.start.day.number
     if not (is_small if config.eval.baseline is None else config.eval.baseline):
         return {}
     num_test, num_trained = summary["test_rows"] or 0, summary["steps"] * config.train.batch_size
-    if num_test > MOST_ROWS:
+    if num_test > most:
         session.logger.info(
-            f"note: no baseline: {num_test:,} rows were evaluated, and it is for at most {MOST_ROWS:,}"
+            f"note: no baseline: {num_test:,} rows were evaluated, and it is for at most {most:,}"
         )
         return {}
     try:

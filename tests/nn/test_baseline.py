@@ -11,7 +11,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.row_columns import Channel, RowColumn
-from nn.baseline import baseline
+from nn.baseline import baseline, most_rows
 from nn.build import open_source
 from nn.models.tasks import tasks_of_run
 from tests.helpers.command import run_command
@@ -130,3 +130,23 @@ def test_it_stands_in_the_result_of_a_run_and_can_be_left_out(clicks, tmp_path):
         )
         assert ended.exit_code == 0, ended.err
         assert "baseline" not in (tmp_path / options[0] / "summary.json").read_text()
+
+
+def test_rows_of_many_ids_are_read_in_parts_that_lie_in_memory(clicks, monkeypatch):
+    # 1.5 tags on average, a user, a number and the bias.
+    monkeypatch.setattr("nn.baseline.MOST_IDS", 20_000)
+    monkeypatch.setattr("nn.baseline.MOST_HELD_IDS", 8_000)
+    config = compose_config(f"data.path={clicks[0] / 'one'}")
+    source = open_source(config)
+    assert 1_600 < most_rows(source.spec) < 2_000
+    read, rows_of = source.read, []
+
+    def counted(split, runs, *args, **kwargs):
+        rows_of.append(int((runs[:, 1] - runs[:, 0]).sum()))
+        return read(split, runs, *args, **kwargs)
+
+    monkeypatch.setattr(source, "read", counted)
+    found = baseline(source, tasks_of_run(config, source.spec), "test", 1_000, EVERY_ROW)
+    assert 4_000 < rows_of[0] < 5_000
+    assert max(rows_of[1:]) <= 1_024
+    assert 4_000 < found["baseline_rows"] < 5_200
