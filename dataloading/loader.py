@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import count, islice
 from typing import TYPE_CHECKING, TypeVar
 
@@ -298,10 +298,13 @@ class Loader:
             # An earlier iterator may have been dropped while its last batch was being copied.
             torch.cuda.synchronize()
 
+        # Counts do not depend on the order of rows, and all batches of an epoch but the last one have the same.
+        counts = cache(lambda is_last: self._rows(self.steps_per_epoch - 1 if is_last else 0, None))
+
         def finished(step: int) -> tuple[int, Batch]:
             slot = readers.finish()
-            # Counts do not depend on the order of rows, so the shuffle is not computed here again.
-            batch = self._batch_reader.batch_in(slots, slot, self._rows(step, None))
+            rows = counts((step + 1) % self.steps_per_epoch == 0)
+            batch = self._batch_reader.batch_in(slots, slot, rows)
             return slot, self._read(step) if batch is None else batch
 
         def described(step: int) -> tuple[tuple[int, Batch], "DescribedKeys"]:

@@ -67,10 +67,10 @@ class KeptRows:
     def update(self, predictions: Tensor, labels: Tensor, num_valid: int) -> None:
         """Keep a copy of one batch, both [B], without its padding; the host does not wait for the device."""
         assert predictions.shape == labels.shape, (predictions.shape, labels.shape)
-        both = predictions.detach(), labels
-        if num_valid < len(labels):
-            both = both[0][:num_valid], both[1][:num_valid]
-        self._latest.append(torch.stack([part.float() for part in both]).to(self.device))
+        if num_valid < labels.shape[0]:
+            predictions, labels = predictions[:num_valid], labels[:num_valid]
+        # A stack has the larger of both dtypes.
+        self._latest.append(torch.stack((predictions, labels)).to(self.device, torch.float32))
         if len(self._latest) == MOST_LATEST:
             self._keep_latest()
 

@@ -274,16 +274,17 @@ def check_logits(tasks: Sequence[Task], logits: Tensor, labels: Tensor) -> None:
         raise ValueError(
             f"the model's forward() returns {got}; want a tensor of logits in float32, such as logits.float()"
         )
+    if logits.shape == labels.shape:
+        return
     if logits.dim() and len(logits) != len(labels):
         raise ValueError(
             f"the model's forward() returns logits of {len(logits)} rows for a batch of {len(labels)}; want one per row"
         )
-    if logits.shape != labels.shape:
-        names = ", ".join(task.name for task in tasks)
-        want = "[B]" if labels.dim() == 1 else f"[B, {labels.shape[1]}]"
-        got = ", ".join(["B", *map(str, logits.shape[1:])] if logits.dim() else [])
-        models = ", ".join(SEVERAL_LABELS)
-        raise ValueError(
-            f"the model returns logits [{got}], and the dataset's labels ({names}) need {want}, one logit per label; choose a "
-            f"model of as many tasks ({models}) with model.name, or list other labels in the spec's channel_spec.label"
-        )
+    names = ", ".join(task.name for task in tasks)
+    want = "[B]" if labels.dim() == 1 else f"[B, {labels.shape[1]}]"
+    got = ", ".join(["B", *map(str, logits.shape[1:])] if logits.dim() else [])
+    models = ", ".join(SEVERAL_LABELS)
+    raise ValueError(
+        f"the model returns logits [{got}], and the dataset's labels ({names}) need {want}, one logit per label; choose a "
+        f"model of as many tasks ({models}) with model.name, or list other labels in the spec's channel_spec.label"
+    )

@@ -34,6 +34,7 @@ class SharedCapacity:
         # The host knows the numbers of ids, so that no GPU waits.
         self._channel = HostChannel() if self._ragged and ranks.world_size > 1 else None
         self._warn = SlowBatchWarning(ranks)
+        self._checked: BatchLayout | None = None
 
     def of(self, batch: Batch) -> Batch:
         """Return the batch, or a copy with larger capacities; all ranks must call it."""
@@ -47,7 +48,10 @@ class SharedCapacity:
             self._warn(
                 f"a batch has more ids of {', '.join(over)} than the captured step has room for"
             )
-        assert layout.counts == self._counts(layout.rows, layout.doublings), "of the step's dataset"
+        if layout is not self._checked:
+            counts = self._counts(layout.rows, layout.doublings)
+            assert layout.counts == counts, "of the step's dataset"
+            self._checked = layout
         if doublings == layout.doublings:
             return batch
         return batch.in_layout(BatchLayout.of(layout.spec, layout.rows, doublings))

@@ -70,7 +70,7 @@ class StepBuilder:
 
     def training(self, batch: Batch, rows: BatchRows, *, is_full: bool) -> AnyPass:
         """Return the pass that trains a batch; only full training batches justify the memory of a graph."""
-        size, capacity = len(batch.labels), rows.ids.capacity
+        size, capacity = batch.layout.rows, rows.ids.capacity
         lookup = self.lookup(size, capacity)
         if not is_full:
             counts = batch.num_valid, batch.global_valid

@@ -118,6 +118,18 @@ def same(one: list, other: list) -> bool:
     )
 
 
+def test_the_rows_of_a_step_are_not_computed_where_batches_are_taken(source, forked, monkeypatch):
+    loader = forked(source, "train", batch_size=8, shuffle_block=1)
+    computed, rows_at = [], loader._rows
+    monkeypatch.setattr(loader, "_rows", lambda *of: (computed.append(of), rows_at(*of))[1])
+    steps = 3 * loader.steps_per_epoch
+    taken = [(batch.num_valid, batch.layout.rows) for batch in loader.batches(num_steps=steps)]
+    assert len(computed) == 2
+    wanted = [rows_at(step, None) for step in range(steps)]
+    assert taken == [(rows.num_valid, rows.padded_to) for rows in wanted]
+    assert len(set(taken)) == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "workers", "prefetch"),
     [

@@ -497,6 +497,21 @@ def test_the_launches_of_a_step_do_not_grow_with_the_ragged_features(tmp_path):
     assert counts == [1 + 1 + 3] * 2
 
 
+def test_the_layout_of_batches_is_compared_with_the_step_once(monkeypatch):
+    with ranks_of_cpu():
+        built = build(compose_config(*TINY))
+        capacity = built.step.runner._capacity
+        of_dataset, asked = capacity._counts, []
+        monkeypatch.setattr(
+            capacity, "_counts", lambda *size: (asked.append(size), of_dataset(*size))[1]
+        )
+        one = next(built.train_loader.batches(0, 1))
+        assert [capacity.of(one.at(one.memory)).layout for _ in range(3)] == [one.layout] * 3
+        other = next(built.test_loader.batches(0, 1))
+        capacity.of(other)
+    assert asked == [(64, ()), (128, ())]
+
+
 def test_the_ids_of_a_recorded_pass_are_released_before_it_is_replayed(graphs):
     """The next batch's exchange waits for that moment on the device: after the replay it would wait for the step."""
     events = []
