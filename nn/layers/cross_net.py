@@ -1,5 +1,6 @@
-"""Cross network of DCN-V2 (arXiv:2008.13535, equations 1 and 2), and the cross layer of FCN (arXiv:2407.13349)."""
+"""Cross network of DCN-V2 (arXiv:2008.13535, equations 1 and 2), the layers of FCN (2407.13349) and xDeepFM (1803.05170)."""
 
+import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -16,6 +17,8 @@ from nn.ops.fused_linear import as_autocast, can_fuse
 
 STD = 0.05
 """Standard deviation of the initial weights before truncation at two deviations (Keras' `truncated_normal`)."""
+MOST_VECTORS = 64
+"""Vectors whose pairs with others a GPU's kernels have room for."""
 
 
 class CrossLayer(nn.Module):
@@ -151,3 +154,32 @@ class MaskedCrossLayer(nn.Module):
         mask = torch.relu(self.norm(crossed))
         both = torch.cat([crossed, crossed * mask], dim=1) + self.bias.to(crossed.dtype)
         return self.dropout(torch.addcmul(x, factor, both))
+
+
+class CompressedInteraction(nn.Module):
+    """Layer of the compressed interaction network (section 3.1, equation 6): x'_k = sum_ij W_kij (x_i * v_j).
+
+    The products of all pairs are one matrix product; vectors are the last dimension here: F features, H of the input, K of
+    the output. `has_kernels`: whether a GPU has kernels for these sizes, which keep no products of pairs.
+    """
+
+    def __init__(self, features: int, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs * features))
+        self.has_kernels = max(features, inputs, outputs) <= MOST_VECTORS
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        """Draw the weight as those of an MLP; the paper gives no initial weights."""
+        truncated_normal_(self.weight, math.sqrt(2 / sum(self.weight.shape)), generator)
+
+    def forward(self, x: Tensor, vectors: Tensor) -> Tensor:
+        """Map x [B, D, H] and the vectors [B, D, F] to [B, D, K]."""
+        if self.has_kernels and can_fuse(vectors, self.weight):
+            # Only CUDA builds of torch include Triton.
+            from nn.ops.triton.cross_net import interact
+
+            narrow = as_autocast(vectors)
+            return interact(narrow if x is vectors else as_autocast(x), narrow, self.weight)
+        pairs = (x.unsqueeze(3) * vectors.unsqueeze(2)).flatten(2)
+        return nn.functional.linear(pairs, self.weight.to(pairs.dtype))

@@ -1,41 +1,17 @@
 """xDeepFM: a compressed interaction network, beside a linear model and an MLP (arXiv:1803.05170)."""
 
-import math
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.initialization import truncated_normal_
+from nn.layers.cross_net import CompressedInteraction
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import rates
 from nn.models.model import Activations, LinearVectorModel
 from nn.models.options import XDeepFMOptions
-
-# B: samples, F: features, D: columns of a vector, H: vectors of a layer's input, K: of its output
-
-
-class CompressedInteraction(nn.Module):
-    """Layer of the compressed interaction network (section 3.1, equation 6): x'_k = sum_ij W_kij (x_i * v_j).
-
-    The products of all pairs are one matrix product; vectors are the last dimension here.
-    """
-
-    def __init__(self, features: int, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs * features))
-        self.initialise(torch.default_generator)
-
-    def initialise(self, generator: torch.Generator) -> None:
-        """Draw the weight as those of an MLP; the paper gives no initial weights."""
-        truncated_normal_(self.weight, math.sqrt(2 / sum(self.weight.shape)), generator)
-
-    def forward(self, x: Tensor, vectors: Tensor) -> Tensor:
-        """Map x [B, D, H] and the vectors [B, D, F] to [B, D, K]."""
-        pairs = (x.unsqueeze(3) * vectors.unsqueeze(2)).flatten(2)
-        return nn.functional.linear(pairs, self.weight.to(pairs.dtype))
 
 
 class XDeepFM(LinearVectorModel):
@@ -63,10 +39,13 @@ class XDeepFM(LinearVectorModel):
         self._sizes, self._dim = sizes, options.embedding_dim
 
     def activations(self) -> Activations:
-        """Return the products of pairs, which the gradients need again, and the operations of their combinations."""
+        """Return each layer's vectors and two gradients, without kernels the products of pairs too, and their operations."""
         pairs = [self._sizes[0] * before for before in self._sizes[:-1]]
         products = sum(2 * n * after for n, after in zip(pairs, self._sizes[1:], strict=True))
-        columns = self._dim * (sum(pairs) + sum(self._sizes) + max(pairs))
+        kept = sum(self._sizes) + 2 * (self._sizes[0] + max(self._sizes[1:]))
+        if not all(layer.has_kernels for layer in self.cross):
+            kept += sum(pairs) + max(pairs)
+        columns = self._dim * kept
         return Activations(
             backward_columns=columns, products={"compressed interactions": self._dim * products}
         )

@@ -8,10 +8,13 @@ matrix products would read their accumulator.
 
 A cross layer of FCN is one kernel a direction beside its products. It keeps c = W x, and computes again all
 that follows from it.
+
+A layer of xDeepFM's compressed interactions multiplies the vectors v by the weights W of the pairs of one output, and adds
+up x * (W v) in float32. No product of a pair lies in memory; the backward pass computes all again.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,12 +30,19 @@ from nn.ops.triton.dropout import mask_arguments
 from nn.ops.triton.parameters import cast_parameters
 
 # B: samples, C: columns of x0, R: rank of the weight (C for a full weight), L: layers, P: programs along the samples,
+# D: columns of a vector, F, H, K: vectors of compressed interactions: features, of a layer's input and output,
 # h: [B, R], input of a layer's last matrix product, u: [B, C], factor of x0, g: [B, C], gradient of a layer's output
 
 BLOCK_B, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(16), tl.constexpr(128), tl.constexpr(16)
 """A program processes `BLOCKS_OF_ROWS` blocks in sequence and accumulates in registers."""
 MASKED_BLOCK, MASKED_PROGRAMS = 2048, 264
 """Columns of c that a program reads at once, of whole rows, and most programs of FCN's backward pass."""
+PRODUCTS = {"M": 64, "num_warps": 4, "num_stages": 2}
+OF_PAIRS = {"M": 64, "N": 128, "num_warps": 4, "num_stages": 1}
+EXACT = {"M": 32, "num_warps": 8, "num_stages": 1}
+"""M: rows of compressed interactions of a program, N: its pairs of output and input; products without TF32 need registers."""
+PAIR_PROGRAMS = 640
+"""Programs of the gradient of compressed interactions' weights, where all pairs have as many."""
 
 
 def fused_cross(
@@ -300,3 +310,122 @@ def _masked_gradient(
     sums = results[3] + tl.program_id(0) * 2 * S.C
     norms.store_sums(sums, of_gain, of_lift, column, S)
     norms.store_sums(sums + 2 * S.C, of_low, of_high, column, S)
+
+
+class Pairs(NamedTuple):
+    PRECISION: str
+    F: int
+    H: int
+    K: int
+    BLOCK_F: int
+    BLOCK_H: int
+    BLOCK_K: int
+
+
+@torch.compiler.disable
+def interact(x: Tensor, vectors: Tensor, weight: Tensor) -> Tensor:
+    """Map x [B, D, H], which may be the vectors [B, D, F], to [B, D, K], as `nn.layers.cross_net.CompressedInteraction`."""
+    return _Interaction.apply(x.contiguous(), vectors.contiguous(), weight)
+
+
+class _Interaction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, vectors: Tensor, weight: Tensor) -> Tensor:
+        sizes = vectors.shape[2], x.shape[2], len(weight)
+        blocks = (max(triton.next_power_of_2(size), 16) for size in sizes)
+        is_exact = x.dtype is torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+        shape = Pairs("ieee" if is_exact else "tf32", *sizes, *blocks)
+        padded = x.new_empty(2, shape.K, shape.BLOCK_H * shape.BLOCK_F)
+        _pad[(shape.K,)](weight.contiguous(), padded, IS_FIRST=x is vectors, S=shape)
+        ctx.save_for_backward(x, vectors, weight, padded)
+        ctx.rest = shape, x is vectors
+        return _pair_sums(vectors, padded[0], x, shape, forward=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x, vectors, weight, padded), (shape, is_first) = ctx.saved_tensors, ctx.rest
+        (by, f, h, k, block_f, block_h, block_k), grad = shape, grad.contiguous()
+        turned = Pairs(by, h, f, k, block_h, block_f, block_k)
+        of_vectors = _pair_sums(x, padded[1], grad, turned)
+        of_x = None if is_first else _pair_sums(vectors, padded[0], grad, shape)
+        rows, kind = x.numel() // h, OF_PAIRS | (EXACT if shape.PRECISION == "ieee" else {})
+        tiles = triton.cdiv(h * k, kind["N"])
+        programs = max(min(PAIR_PROGRAMS // tiles, triton.cdiv(rows, kind["M"])), 1)
+        partial = x.new_empty(programs, weight.numel(), dtype=torch.float32)
+        _pair_gradient[(tiles, programs)](x, vectors, grad, partial, rows, S=shape, **kind)
+        return of_x, of_vectors, column_sums(partial).view_as(weight).to(weight.dtype)
+
+
+def _pair_sums(a: Tensor, padded: Tensor, by: Tensor, S: Pairs, *, forward: bool = False) -> Tensor:
+    out = a.new_empty(*a.shape[:2], S.K if forward else S.H)
+    rows, kind = a.numel() // S.F, PRODUCTS | (EXACT if S.PRECISION == "ieee" else {})
+    programs = (max(triton.cdiv(rows, kind["M"]), 1),)
+    _pair_products[programs](a, padded, by, out, rows, TO_K=forward, S=S, **kind)
+    return out
+
+
+@triton.jit
+def _rounded(x, S: tl.constexpr):
+    """Round float32 to TF32, to nearest, where tensor cores would cut off; a NaN stays one."""
+    if S.PRECISION == "tf32" and x.dtype == tl.float32:
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x
+
+
+@triton.jit
+def _pad(weight, padded, IS_FIRST: tl.constexpr, S: tl.constexpr):
+    """Write W of an output, rounded, to [K, BLOCK_H, BLOCK_F], then the transposes, in the first layer of W + W^T."""
+    h, f = tl.arange(0, S.BLOCK_H)[:, None], tl.arange(0, S.BLOCK_F)[None, :]
+    first, inside = tl.program_id(0) * S.H * S.F, (h < S.H) & (f < S.F)
+    value = norms.load(weight, first + h * S.F + f, inside)
+    place = tl.program_id(0) * S.BLOCK_H * S.BLOCK_F
+    narrow = _rounded(value.to(padded.dtype.element_ty), S)
+    tl.store(padded + place + h * S.BLOCK_F + f, narrow)
+    if IS_FIRST:
+        value += norms.load(weight, first + f * S.F + h, inside)
+        narrow = _rounded(value.to(padded.dtype.element_ty), S)
+    place += S.K * S.BLOCK_H * S.BLOCK_F + f * S.BLOCK_H + h
+    tl.store(padded + place, narrow)
+
+
+@triton.jit
+def _pair_products(a, padded, by, out, rows, S: tl.constexpr, M: tl.constexpr, TO_K: tl.constexpr):
+    """Multiply rows of a [R, F] by each W_k^T; sum over H those times by [R, H] to [R, K], or over K those times by [R, K]."""
+    row = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)[:, None]
+    f, h = tl.arange(0, S.BLOCK_F)[None, :], tl.arange(0, S.BLOCK_H)[None, :]
+    column = tl.arange(0, S.BLOCK_K)[None, :] if TO_K else h
+    factor = tl.load(a + row * S.F + f, mask=(row < rows) & (f < S.F), other=0.0)
+    factor, place = _rounded(factor, S), h * S.BLOCK_F + tl.arange(0, S.BLOCK_F)[:, None]
+    if TO_K:
+        x = norms.load(by, row * S.H + h, (row < rows) & (h < S.H))
+    total = tl.zeros((M, column.shape[1]), tl.float32)
+    for k in range(S.K):
+        block = tl.load(padded + k * S.BLOCK_H * S.BLOCK_F + place)
+        product = tl.dot(factor, block, input_precision=S.PRECISION)
+        if TO_K:
+            total = tl.where(column == k, tl.sum(product * x, 1)[:, None], total)
+        else:
+            total += product * norms.load(by, row * S.K + k, row < rows)
+    columns: tl.constexpr = S.K if TO_K else S.H
+    norms.store(out, row * columns + column, total, (row < rows) & (column < columns))
+
+
+@triton.jit
+def _pair_gradient(x, v, grad, partial, rows, S: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Sum grad[k] * x[h] * v[f] over this program's rows, for N pairs of k and h."""
+    pair, f = tl.program_id(0) * N + tl.arange(0, N)[None, :], tl.arange(0, S.BLOCK_F)[:, None]
+    total = tl.zeros((f.shape[0], N), tl.float32)
+    for block in range(tl.program_id(1), tl.cdiv(rows, M), tl.num_programs(1)):
+        first = tl.full((), M, tl.int64) * block
+        row, along = tl.arange(0, M)[:, None], tl.arange(0, M)[None, :]
+        inside = (first + along < rows) & (f < S.F)
+        left = tl.load(v + first * S.F + along * S.F + f, mask=inside, other=0.0)
+        inside = (first + row < rows) & (pair < S.K * S.H)
+        right = norms.load(x + first * S.H, row * S.H + pair % S.H, inside)
+        right *= norms.load(grad + first * S.K, row * S.K + pair // S.H, inside)
+        right = _rounded(right.to(left.dtype), S)
+        total = tl.dot(_rounded(left, S), right, total, input_precision=S.PRECISION)
+    inside = (pair < S.K * S.H) & (f < S.F)
+    tl.store(partial + (tl.program_id(1) * S.K * S.H + pair) * S.F + f, total, mask=inside)

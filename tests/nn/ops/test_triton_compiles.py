@@ -43,7 +43,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 116
+    assert done.stdout.count("compiled") == 146
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -182,6 +182,7 @@ def run() -> None:
     build_layer_norm()
     build_rankmixer()
     build_masked_cross()
+    build_compressed_interaction()
 
 
 def build_masked_cross() -> None:
@@ -200,6 +201,26 @@ def build_masked_cross() -> None:
         build(cross_net._masked_cross, dtypes, inside=nothing, **kind)
         results = (dtype, dtype, dtype, "*fp32")
         build(cross_net._masked_gradient, dtypes | {"results": results}, 8, **kind)
+
+
+def build_compressed_interaction() -> None:
+    """Compile the kernels of xDeepFM's layers: of 39 features in the first layer, and in one behind it."""
+    from nn.ops.triton import cross_net as kernels
+
+    for dtype, precision in (("*bf16", "tf32"), ("*fp32", "tf32"), ("*fp32", "ieee")):
+        names = ("a", "padded", "by", "out", "x", "v", "grad")
+        dtypes = dict.fromkeys(names, dtype) | {"weight": "*fp32", "partial": "*fp32"}
+        change = kernels.EXACT if precision == "ieee" else {}
+        for inputs, block in ((39, 64), (16, 16)):
+            shape = kernels.Pairs(precision, 39, inputs, 16, 64, block, 16)
+            back = kernels.Pairs(precision, inputs, 39, 16, block, 64, 16)
+            kind = {"aligned": [*dtypes, "rows"], "S": shape}
+            build(kernels._pad, dtypes, IS_FIRST=inputs == 39, **kind)
+            products = kind | kernels.PRODUCTS | change
+            build(kernels._pair_products, dtypes, TO_K=True, **products)
+            for of_result in (shape, back):
+                build(kernels._pair_products, dtypes, TO_K=False, **products | {"S": of_result})
+            build(kernels._pair_gradient, dtypes, **kind | kernels.OF_PAIRS | change)
 
 
 def build_layer_norm() -> None:
