@@ -39,13 +39,13 @@ class XDeepFM(LinearVectorModel):
         self._sizes, self._dim = sizes, options.embedding_dim
 
     def activations(self) -> Activations:
-        """Return each layer's vectors and two gradients, without kernels the products of pairs too, and their operations."""
+        """Return each layer's vectors and two gradients, without kernels the products of pairs, and their operations."""
         pairs = [self._sizes[0] * before for before in self._sizes[:-1]]
         products = sum(2 * n * after for n, after in zip(pairs, self._sizes[1:], strict=True))
-        kept = sum(self._sizes) + 2 * (self._sizes[0] + max(self._sizes[1:]))
+        others = 2 * (self._sizes[0] + max(self._sizes[1:]))
         if not all(layer.has_kernels for layer in self.cross):
-            kept += sum(pairs) + max(pairs)
-        columns = self._dim * kept
+            others = sum(pairs) + max(pairs)
+        columns = self._dim * (sum(self._sizes) + others)
         return Activations(
             backward_columns=columns, products={"compressed interactions": self._dim * products}
         )

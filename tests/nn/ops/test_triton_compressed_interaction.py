@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from nn.layers.cross_net import CompressedInteraction
+from nn.models.options import XDeepFMOptions
+from nn.models.xdeepfm import XDeepFM
 from tests.helpers.gpus import check_same_bits, needs_no_gpu, needs_one_gpu
+from tests.helpers.specs import sized_spec
 
 pytest.importorskip("triton")
 # Features, vectors of the input (None: the features themselves) and of the output: no powers of 2, the least, of the default
@@ -90,6 +93,18 @@ def test_an_interpreted_layer_is_exact(sizes, samples, few_rows):
 
 
 @needs_no_gpu
+@pytest.mark.parametrize("sizes", SMALL)
+def test_in_16_bits_an_interpreted_layer_is_as_exact_as_a_plain_one(sizes, few_rows):
+    # The interpreter multiplies bfloat16 as integers.
+    layer, x, vectors = operands(sizes, 13, dtype=torch.float16)
+    ours, plain = (outcome(layer, x, vectors, fused=fused) for fused in (True, False))
+    assert [one.dtype for one in ours] == [one.dtype for one in plain]
+    wanted = exact(layer, x, vectors)
+    pairs = zip(errors(ours, wanted), errors(plain, wanted), strict=True)
+    assert all(one <= 1.5 * other for one, other in pairs)
+
+
+@needs_no_gpu
 def test_several_layers_add_up_the_gradients_of_their_vectors(few_rows):
     from nn.ops.triton.cross_net import interact
 
@@ -165,6 +180,16 @@ def test_layers_that_kernels_have_no_room_for_are_known():
     assert not any(CompressedInteraction(*of_layer).has_kernels for of_layer in sizes)
 
 
+def test_the_plan_has_products_of_pairs_where_there_are_no_kernels():
+    def columns(*layers: int) -> int:
+        options = XDeepFMOptions(embedding_dim=2, cross_layers=list(layers))
+        return XDeepFM(options, sized_spec(3, 4, 1)).activations().backward_columns
+
+    # The vectors, those of each layer, and of both gradients that are there at once.
+    assert columns(16, 8) == 2 * (7 + 16 + 8 + 2 * 7 + 2 * 16)
+    assert columns(65) == 2 * (7 + 65 + 7 * 7 + 7 * 7)
+
+
 @needs_one_gpu
 @pytest.mark.parametrize("kind", ["exact", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("sizes", SIZES)
@@ -195,6 +220,17 @@ def test_on_a_gpu_two_runs_and_a_graph_give_the_same_bits(sizes, dtype, tf32):
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):
             out = layer(x, vectors)
         assert out.dtype is dtype
+        assert type(out.grad_fn).__name__ == "_InteractionBackward"
         return [out.detach(), *torch.autograd.grad(out, leaves, out.detach())]
 
     check_same_bits(once)
+
+
+@needs_one_gpu
+def test_on_a_gpu_no_products_of_pairs_lie_in_memory():
+    layer, x, vectors = operands((39, None, 16), 10_000, "cuda")
+    vectors.requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    layer(x, vectors).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < vectors.numel() * 39 * 4 / 3
