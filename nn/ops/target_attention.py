@@ -1,4 +1,4 @@
-"""Limits of the kernels of DIN's attention (`nn.ops.triton.target_attention`), also for machines without Triton."""
+"""Limits of the kernels of DIN's and AutoInt's attention (`nn.ops.triton.target_attention`), also for machines without Triton."""
 
 from collections.abc import Sequence
 
@@ -12,3 +12,8 @@ def fits(columns: int, hidden: Sequence[int]) -> bool:
     """Return whether vectors and hidden layers, which must be two, fit into registers."""
     narrow = len(hidden) == 2 and all(map(int.__le__, hidden, MOST_HIDDEN))
     return narrow and columns <= MOST_COLUMNS
+
+
+def fields_fit(features: int, head_dim: int) -> bool:
+    """Return whether the vectors of a sample fit into registers, with AutoInt's heads of so many columns."""
+    return features <= 64 and head_dim <= MOST_COLUMNS

@@ -1,5 +1,6 @@
-"""Attention of a candidate over a history of variable length (DIN, arXiv:1706.06978, section 4.3)."""
+"""Attention of a candidate over a history (DIN, arXiv:1706.06978, 4.3) and between features (AutoInt, arXiv:1810.11921, 4.4)."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, cast
@@ -7,12 +8,13 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from nn.layers.initialization import initialise_linear_
+from nn.layers.initialization import initialise_linear_, uniform_
 from nn.layers.sequence import SamplePositions, expand, pool, softmax
 from nn.ops.fused_linear import can_fuse
-from nn.ops.target_attention import fits
+from nn.ops.target_attention import fields_fit, fits
 
-# B: samples, L: positions of a history, C: positions of the events of all samples, D: columns of a vector
+# B: samples, L: positions of a history, C: positions of the events of all samples, D: columns of a vector; F: features,
+# A: columns of all heads
 
 
 class TargetAttention(nn.Module):
@@ -98,3 +100,35 @@ class TargetAttention(nn.Module):
         for layer in self.layers[:-1]:
             x = torch.sigmoid(layer(x))
         return self.layers[-1](x)
+
+
+class InteractingLayer(nn.Module):
+    """Self-attention with a residual (AutoInt, equations 5 to 8): ReLU(concat_h(softmax(Q_h K_h^T) V_h) + R).
+
+    Q, K, V and R are the vectors times a matrix each, without a bias; the products are not scaled. The weights begin as in
+    the authors' program, uniform in +-sqrt(6 / (in + out)).
+    """
+
+    def __init__(self, columns: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.projections = nn.Parameter(torch.empty(4, heads * head_dim, columns))
+        self.initialise(torch.default_generator)
+
+    def initialise(self, generator: torch.Generator) -> None:
+        bound = math.sqrt(6 / sum(self.projections.shape[1:]))
+        uniform_(self.projections, -bound, bound, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, F, D] to [B, F, A]."""
+        parts = nn.functional.linear(x, self.projections.flatten(0, 1).to(x.dtype))
+        if can_fuse(x, self.projections) and fields_fit(x.shape[1], self.head_dim):
+            # Only CUDA builds of torch include Triton.
+            from nn.ops.triton.target_attention import interact
+
+            return interact(parts, self.heads)
+        query, key, value, residual = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts.chunk(4, dim=2)
+        )
+        attention = torch.softmax(query @ key.mT, dim=3).to(value.dtype)
+        return torch.relu(attention @ value + residual).transpose(1, 2).flatten(2)

@@ -1,8 +1,12 @@
-"""DIN's attention of a candidate over events on a GPU; the plain version is in `nn.layers.interactions.target_attention`.
+"""Attention on a GPU, of DIN's candidate over events and between a sample's vectors (AutoInt); plain in `nn.layers.interactions`.
 
 A kernel a direction holds the unit's input and hidden layers in registers and computes them again in the backward pass, so
 that nothing of their width lies in memory: of 64, 80 and 40 columns they were nine tenths of the traffic. Blocks behind the
 last event are skipped. Sums have one order.
+
+A program of AutoInt's layer takes a sample and head, and the backward pass computes scores again. What is multiplied comes from
+memory in either orientation; no product is split, joined or transposed. One warp's products are `mma`: as `wgmma`, which takes
+four warps and reads shared memory by itself, an earlier kernel's were wrong.
 """
 
 from collections.abc import Sequence
@@ -18,11 +22,14 @@ from nn.ops.jagged import Positions, SamplePositions
 from nn.ops.target_attention import PROGRAMS
 from nn.ops.triton import jagged
 from nn.ops.triton.column_sums import column_sums
+from nn.ops.triton.jagged_attention import LOG2_E
 
-# B: samples, C: positions, D: columns, H1, H2: widths of the two hidden layers
+# B: samples, C: positions, D: columns, H1, H2: widths of the two hidden layers; F: vectors, H: heads, K: columns of a head
 
 BLOCK_P = 64
 """Positions that a program takes at once."""
+FIELDS_FORWARD = {"BLOCK_Q": 16, "num_warps": 1, "num_stages": 2}
+FIELDS_BACKWARD = {"BLOCK_Q": 16, "num_warps": 1, "num_stages": 2}
 
 
 class Shape(NamedTuple):
@@ -111,7 +118,7 @@ def _launch(
 
 @triton.jit
 def _matrix(weight, rows, columns, stride, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
-    """Load a matrix of which `rows` [., 1] and `columns` [1, .] are given, zeros outside."""
+    """Load a matrix of which `rows` [., 1] and `columns` [1, .] are given, or transposed, zeros outside."""
     inside = (rows < NUM_ROWS) & (columns < NUM_COLUMNS)
     return tl.load(weight + rows * stride + columns, mask=inside, other=0.0)
 
@@ -254,3 +261,116 @@ def _backward(
     tl.store(out + of_2, db2, mask=of_2 < S.H2)
     tl.store(out + S.H2 + of_2, dw3, mask=of_2 < S.H2)
     tl.store(out + 2 * S.H2, tl.sum(db3, 0))
+
+
+class FieldShape(NamedTuple):
+    F: int
+    H: int
+    K: int
+    PRECISION: str
+    BLOCK_F: int
+    BLOCK_K: int
+
+
+@torch.compiler.disable
+def interact(parts: Tensor, heads: int) -> Tensor:
+    """Map query, key, value and residual beside each other, [B, F, 4 * H * K], to [B, F, H * K], as `InteractingLayer`."""
+    return _Interact.apply(parts.contiguous(), heads)
+
+
+class _Interact(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, heads: int) -> Tensor:
+        samples, fields, columns = parts.shape
+        out = parts.new_empty(samples, fields, columns // 4)
+        sizes = fields, heads, columns // (4 * heads)
+        blocks = (max(triton.next_power_of_2(size), 16) for size in sizes[::2])
+        rounds = parts.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32
+        rounds &= parts.is_cuda  # Triton's interpreter knows no assembly.
+        ctx.shape = FieldShape(*sizes, "tf32" if rounds else "ieee", *blocks)
+        _interact[(samples * heads,)](parts, out, None, None, S=ctx.shape, **FIELDS_FORWARD)
+        ctx.save_for_backward(parts, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        parts, out = ctx.saved_tensors
+        tensors = parts, out, grad.contiguous(), torch.empty_like(parts)
+        _interact[(len(parts) * ctx.shape.H,)](*tensors, S=ctx.shape, **FIELDS_BACKWARD)
+        return tensors[-1], None
+
+
+@triton.jit
+def _rounded(x, S: tl.constexpr):
+    """Round to the nearest TF32; a product would cut its other bits off, which is twice as far."""
+    if S.PRECISION == "tf32":
+        x = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], tl.float32, True, 1)
+    return x
+
+
+@triton.jit
+def _part(parts, field, column, S: tl.constexpr):
+    return _rounded(_matrix(parts, field, column, 4 * S.H * S.K, S.F, S.K), S)
+
+
+@triton.jit
+def _slope(grad, out, field, column, S: tl.constexpr):
+    """Load the gradient of what ReLU takes."""
+    result = _matrix(out, field, column, S.H * S.K, S.F, S.K)
+    return tl.where(result <= 0, 0.0, _matrix(grad, field, column, S.H * S.K, S.F, S.K))
+
+
+@triton.jit
+def _store(values, field, column, x, STRIDE: tl.constexpr, S: tl.constexpr):
+    inside = (field < S.F) & (column < S.K)
+    tl.store(values + field * STRIDE + column, x.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _interact(parts, out, grad, of_parts, S: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Compute the result, or with its gradient that of the parts. Keys are rows of scores, queries columns."""
+    WIDTH: tl.constexpr = S.H * S.K
+    sample, head = tl.program_id(0) // S.H, tl.program_id(0) % S.H
+    start = sample.to(tl.int64) * (S.F * WIDTH)
+    parts += 4 * start + head * S.K
+    out += start + head * S.K
+    key, down = tl.arange(0, S.BLOCK_F), tl.arange(0, S.BLOCK_K)[:, None]
+    across = tl.arange(0, S.BLOCK_K)[None, :]
+    k = _part(parts + WIDTH, key[:, None], across, S)
+    if grad is None:
+        values = _part(parts + 2 * WIDTH, key[None, :], down, S)
+    else:
+        keys = _part(parts + WIDTH, key[None, :], down, S)
+        v = _part(parts + 2 * WIDTH, key[:, None], across, S)
+        grad += start + head * S.K
+        of_parts += 4 * start + head * S.K
+        of_k, of_v = _zeros(S.BLOCK_F, S.BLOCK_K), _zeros(S.BLOCK_F, S.BLOCK_K)
+    for block in range(0, S.F, BLOCK_Q):
+        row = block + tl.arange(0, BLOCK_Q)[:, None]
+        query = block + tl.arange(0, BLOCK_Q)[None, :]
+        queries = _part(parts, query, down, S)
+        scores = tl.dot(k, queries, input_precision=S.PRECISION)
+        scores = tl.where(key[:, None] < S.F, scores, -float("inf"))
+        powers = tl.exp2(scores * LOG2_E - tl.max(scores, 0, keep_dims=True) * LOG2_E)
+        attention = powers * (1 / tl.sum(powers, 0, keep_dims=True))
+        weights = _rounded(attention, S).to(k.dtype)
+        if grad is None:
+            total = tl.dot(values, weights, input_precision=S.PRECISION)
+            total += _matrix(parts + 3 * WIDTH, query, down, 4 * WIDTH, S.F, S.K)
+            # As torch, NaN where the sum is NaN.
+            _store(out, query, down, tl.where(total <= 0, 0.0, total), WIDTH, S)
+        else:
+            slope = _slope(grad, out, row, across, S)
+            _store(of_parts + 3 * WIDTH, row, across, slope, 4 * WIDTH, S)
+            of_v += tl.dot(weights, _rounded(slope, S), input_precision=S.PRECISION)
+            slopes = _rounded(_slope(grad, out, query, down, S), S)
+            of_attention = tl.dot(v, slopes, input_precision=S.PRECISION)
+            mean = tl.sum(attention * of_attention, 0, keep_dims=True)
+            of_scores = _rounded(attention * (of_attention - mean), S).to(k.dtype)
+            of_k += tl.dot(of_scores, _part(parts, row, across, S), input_precision=S.PRECISION)
+            of_q = tl.dot(keys, of_scores, input_precision=S.PRECISION)
+            _store(of_parts, query, down, of_q, 4 * WIDTH, S)
+    if grad is not None:
+        _store(of_parts + WIDTH, key[:, None], across, of_k, 4 * WIDTH, S)
+        _store(of_parts + 2 * WIDTH, key[:, None], across, of_v, 4 * WIDTH, S)

@@ -43,11 +43,15 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 146
+    assert done.stdout.count("compiled") == 154
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
     assert "barriers of row-wise Adagrad: 0 and 0" in done.stdout
+    # As which AutoInt's products were wrong on a GPU.
+    assert "wgmma of AutoInt's layer: 0" in done.stdout
+    # The processor cuts numbers off, the layer rounds them; 16 bits and float32 stay as they are.
+    assert "TF32 of AutoInt's layer is rounded: [False, True, False, True]" in done.stdout
 
 
 def run() -> None:
@@ -183,6 +187,34 @@ def run() -> None:
     build_rankmixer()
     build_masked_cross()
     build_compressed_interaction()
+    build_fields()
+
+
+def build_fields() -> None:
+    """Compile the kernel of AutoInt's layer in both directions, of the default options and of the largest."""
+    from nn.ops.triton import target_attention as kernels
+
+    wgmma, rounded, names = 0, [], kernels._interact.arg_names
+    for dtype, fields, columns, precision in (
+        ("*bf16", 39, 16, "ieee"),
+        ("*fp32", 39, 16, "tf32"),
+        ("*fp32", 39, 16, "ieee"),
+        ("*fp32", 64, 32, "tf32"),
+    ):
+        shape = kernels.FieldShape(fields, 2, columns, precision, 64, columns)
+        for gradients, options in (
+            ("constexpr", kernels.FIELDS_FORWARD),
+            (dtype, kernels.FIELDS_BACKWARD),
+        ):
+            dtypes = dict.fromkeys(names[:2], dtype) | dict.fromkeys(names[2:4], gradients)
+            nothing = {(2,): None, (3,): None} if gradients == "constexpr" else {}
+            aligned = names[: 2 if nothing else 4]
+            kind = {"aligned": aligned, "inside": nothing, "S": shape}
+            code = build(kernels._interact, dtypes, **kind, **options)
+            wgmma += code.count("wgmma")
+        rounded.append("cvt.rna.tf32" in code)
+    print("wgmma of AutoInt's layer:", wgmma)
+    print("TF32 of AutoInt's layer is rounded:", rounded)
 
 
 def build_masked_cross() -> None:
