@@ -37,11 +37,11 @@ BLOCK_B, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(16), tl.constexpr(128), tl.const
 """A program processes `BLOCKS_OF_ROWS` blocks in sequence and accumulates in registers."""
 MASKED_BLOCK, MASKED_PROGRAMS = 2048, 264
 """Columns of c that a program reads at once, of whole rows, and most programs of FCN's backward pass."""
-PRODUCTS = {"M": 64, "num_warps": 4, "num_stages": 2}
-OF_PAIRS = {"M": 64, "N": 128, "num_warps": 4, "num_stages": 1}
-EXACT = {"M": 32, "num_warps": 8, "num_stages": 1}
+PRODUCTS = {"M": 64, "num_warps": 4, "num_stages": 3}
+OF_PAIRS = {"M": 32, "N": 128, "num_warps": 4, "num_stages": 1}
+EXACT = {"M": 64, "num_warps": 8, "num_stages": 1}
 """M: rows of compressed interactions of a program, N: its pairs of output and input; products without TF32 need registers."""
-PAIR_PROGRAMS = 640
+PAIR_PROGRAMS = 320
 """Programs of the gradient of compressed interactions' weights, where all pairs have as many."""
 
 

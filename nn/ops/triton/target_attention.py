@@ -29,7 +29,7 @@ from nn.ops.triton.jagged_attention import LOG2_E
 BLOCK_P = 64
 """Positions that a program takes at once."""
 FIELDS_FORWARD = {"BLOCK_Q": 16, "num_warps": 1, "num_stages": 2}
-FIELDS_BACKWARD = {"BLOCK_Q": 16, "num_warps": 1, "num_stages": 2}
+FIELDS_BACKWARD = {"BLOCK_Q": 16, "num_warps": 1, "num_stages": 2, "maxnreg": 168}
 
 
 class Shape(NamedTuple):

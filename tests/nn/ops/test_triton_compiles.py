@@ -409,6 +409,7 @@ def build(
     num_stages: int = 3,
     aligned: Sequence[str] = (),
     inside: dict | None = None,
+    maxnreg: int | None = None,
     **constants,
 ) -> str:
     from triton.backends.compiler import GPUTarget
@@ -433,7 +434,7 @@ def build(
     compiled = compile(
         source,
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
+        options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg},
     )
     print("compiled", kernel.__name__)
     return compiled.asm["ptx"]

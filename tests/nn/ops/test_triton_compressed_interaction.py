@@ -1,6 +1,5 @@
 """Compressed interactions by kernels are as near the exact result as plain ones: interpreted here, compiled on a GPU."""
 
-from collections.abc import Callable, Iterator
 from copy import deepcopy
 
 import pytest
@@ -65,7 +64,7 @@ def exact(layer: CompressedInteraction, x: Tensor, vectors: Tensor) -> list[Tens
 
 
 @pytest.fixture
-def few_rows(monkeypatch):
+def few_rows(monkeypatch, set_tf32):
     """Programs take few rows and pairs, so that there are several, and one takes several blocks."""
     from nn.ops.triton import cross_net as kernels
 
@@ -73,14 +72,7 @@ def few_rows(monkeypatch):
     for name, sizes in (("PRODUCTS", small), ("OF_PAIRS", small | {"N": 32}), ("EXACT", {})):
         monkeypatch.setattr(kernels, name, sizes)
     monkeypatch.setattr(kernels, "PAIR_PROGRAMS", 40)
-
-
-@pytest.fixture
-def tf32() -> Iterator[Callable[[bool], None]]:
-    """Switch TF32 on or off, until the test ends."""
-    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
-    yield lambda is_on: setattr(matmul, "allow_tf32", is_on)
-    matmul.allow_tf32 = before
+    set_tf32(False)
 
 
 @needs_no_gpu
@@ -127,7 +119,7 @@ def test_several_layers_add_up_the_gradients_of_their_vectors(few_rows):
 
 
 @needs_no_gpu
-def test_tf32_is_rounded_to_nearest(few_rows, tf32):
+def test_tf32_is_rounded_to_nearest(few_rows, set_tf32):
     from nn.ops.triton.cross_net import interact
 
     def rounded(values: Tensor) -> Tensor:
@@ -136,7 +128,7 @@ def test_tf32_is_rounded_to_nearest(few_rows, tf32):
         return (values.double() * scale).round() / scale
 
     layer, x, vectors = operands((20, 33, 3), 13)
-    tf32(True)
+    set_tf32(True)
     found, narrow = interact(x, vectors, layer.weight).detach(), deepcopy(layer).double()
     narrow.weight.data = rounded(layer.weight.detach())
     wanted = narrow(x.double(), rounded(vectors)).detach()
@@ -148,8 +140,8 @@ def test_tf32_is_rounded_to_nearest(few_rows, tf32):
 @needs_no_gpu
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("is_on", [False, True])
-def test_what_is_not_finite_stays_so_in_its_rows(is_on, few_rows, tf32):
-    tf32(is_on)
+def test_what_is_not_finite_stays_so_in_its_rows(is_on, few_rows, set_tf32):
+    set_tf32(is_on)
     layer, x, vectors = operands((7, 5, 3), 3)
     # As a GPU writes it: all bits set.
     vectors[0, 0, 0] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
@@ -193,9 +185,9 @@ def test_the_plan_has_products_of_pairs_where_there_are_no_kernels():
 @needs_one_gpu
 @pytest.mark.parametrize("kind", ["exact", "tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_on_a_gpu_a_layer_is_as_exact_as_a_plain_one(sizes, kind, tf32):
+def test_on_a_gpu_a_layer_is_as_exact_as_a_plain_one(sizes, kind, set_tf32):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
-    tf32(kind == "tf32")
+    set_tf32(kind == "tf32")
     tiny = {torch.float32: 1e-4 if kind == "tf32" else 3e-7}.get(dtype, 1e-3)
     for samples in (0, 1, 1_111):
         layer, x, vectors = operands(sizes, samples, "cuda", dtype)
@@ -209,8 +201,8 @@ def test_on_a_gpu_a_layer_is_as_exact_as_a_plain_one(sizes, kind, tf32):
 @needs_one_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", SIZES[3:])
-def test_on_a_gpu_two_runs_and_a_graph_give_the_same_bits(sizes, dtype, tf32):
-    tf32(True)
+def test_on_a_gpu_two_runs_and_a_graph_give_the_same_bits(sizes, dtype, set_tf32):
+    set_tf32(True)
     layer, x, vectors = operands(sizes, 10_000, "cuda")
     leaves = [vectors, *([] if x is vectors else [x]), layer.weight]
     for leaf in leaves:

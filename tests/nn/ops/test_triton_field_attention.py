@@ -1,6 +1,5 @@
 """AutoInt's attention by kernels is as near the exact result as plain torch is: interpreted here, compiled on a GPU."""
 
-from collections.abc import Callable, Iterator
 from copy import deepcopy
 
 import pytest
@@ -18,15 +17,6 @@ SIZES = [(39, 16, 2, 16), (39, 32, 2, 16), (1, 1, 1, 1), (7, 20, 3, 5), (17, 8, 
 WIDE = (64, 64, 2, 32)
 LEFT_OUT, LEFT_OUT_TF32 = 1e-6, 1e-3
 """Of the norm of a result, what an error may be though plain torch's is less; the last where cuBLAS may take no TF32."""
-
-
-@pytest.fixture
-def set_tf32() -> Iterator[Callable[[bool], None]]:
-    """Set whether products of float32 may be TF32; `monkeypatch` would delete what the module only computes."""
-    matmul = torch.backends.cuda.matmul
-    kept = matmul.allow_tf32
-    yield lambda allow: setattr(matmul, "allow_tf32", allow)
-    matmul.allow_tf32 = kept
 
 
 def outcome(layer: InteractingLayer, x: Tensor, weight: Tensor) -> list[Tensor]:

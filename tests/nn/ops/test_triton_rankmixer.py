@@ -94,8 +94,8 @@ def test_gradients_of_products_are_written_where_they_are_wanted():
 
 @needs_one_gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_on_a_gpu_a_block_is_exact(dtype, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_on_a_gpu_a_block_is_exact(dtype, set_tf32):
+    set_tf32(False)
     for samples in (1, 7, 1_111):
         for sizes in ((4, 32, 5), (16, 224, 3)):
             check(sizes, samples, "cuda", dtype)
