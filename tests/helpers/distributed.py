@@ -25,7 +25,7 @@ from tests.helpers.forks import fork_context
 ANSWER_S = 300
 """Time limit of a call; ranks in a deadlock are killed then."""
 GRACE_S = 60
-"""Time limit of the other ranks once a rank has answered: they may wait for it in a collective."""
+"""Time limit of the other ranks once a rank has failed: they may wait for it in a collective."""
 
 
 class RankPool:
@@ -61,7 +61,8 @@ class RankPool:
                 answers |= dict.fromkeys(missing, (None, "a rank gave no answer and was killed"))
             for pipe in ready:
                 answers[pipe] = _receive(pipe)
-                end = min(end, time.monotonic() + GRACE_S)
+                if answers[pipe][1]:
+                    end = min(end, time.monotonic() + GRACE_S)
         return [answers[pipe] for pipe in self.pipes]
 
     def close(self) -> None:
