@@ -1,9 +1,9 @@
 """Training of one FuxiCTR model on a dataset directory, in FuxiCTR's own environment.
 
-    PYTHON -m benchmarks.peers.fuxictr_job MODEL_ZOO/DeepFM/DeepFM_torch DeepFM DIR '{"embedding_dim": 16}' 2 1024 1
+    PYTHON -m benchmarks.peers.fuxictr_job MODEL_ZOO/DeepFM/DeepFM_torch DeepFM DIR '{"embedding_dim": 16}' 2 1024 1 test
 
 The arguments: folder of the model below FuxiCTR's `model_zoo`, its class, the dataset directory, the model's settings as
-JSON, epochs, batch size and seed. It prints one line of JSON per epoch, with AUC and log loss on the test split.
+JSON, epochs, batch size, seed and splits. It prints one line of JSON per epoch, with AUC and log loss on each split.
 
 The batches come from memory, so that nothing of FuxiCTR's loaders is measured; loss, optimizer, initial weights and training
 loop are FuxiCTR's. Nothing of the project is imported, so the environment needs FuxiCTR and PyYAML only.
@@ -113,8 +113,9 @@ def train(
     epochs: int,
     batch_size: int,
     seed: int,
-) -> Iterator[dict[str, float]]:
-    """Train a model; yield AUC and log loss of the test split after each epoch."""
+    splits: list[str],
+) -> Iterator[dict[str, dict[str, float]]]:
+    """Train a model; yield AUC and log loss of each split after each epoch."""
     from fuxictr.pytorch.torch_utils import seed_everything
 
     sys.path.insert(0, str(folder))
@@ -128,20 +129,23 @@ def train(
             **{"model_root": scratch, "verbose": 0, "task": "binary_classification", "gpu": -1},
             **settings,
         )
-        parameters = sum(values.numel() for values in model.parameters())
         training = Batches(read_columns(root, "train"), batch_size, shuffle=True)
-        test = Batches(read_columns(root, "test"), 8192, shuffle=False)
+        read = {split: Batches(read_columns(root, split), 8192, shuffle=False) for split in splits}
         model._max_gradient_norm = 10.0  # the default of `fit`
         model._eval_steps = sys.maxsize
         model._stop_training, model._total_steps = False, 0
         for _ in range(epochs):
             model.train_epoch(training)
-            yield model.evaluate(test) | {"parameters": parameters}
+            found = {split: model.evaluate(batches) for split, batches in read.items()}
+            yield {
+                split: {"auc": float(each["AUC"]), "log_loss": float(each["logloss"])}
+                for split, each in found.items()
+            }
 
 
 def main() -> None:
     """Train the model of the command line."""
-    folder, name, root, settings, epochs, batch_size, seed = sys.argv[1:]
+    folder, name, root, settings, epochs, batch_size, seed, *splits = sys.argv[1:]
     torch.set_num_threads(1)
     # JSON has no tuples, in which FuxiCTR takes several fields as one.
     values = {
@@ -151,7 +155,7 @@ def main() -> None:
         for key, value in json.loads(settings).items()
     }
     job = Path(folder), name, Path(root), values
-    for result in train(*job, int(epochs), int(batch_size), int(seed)):
+    for result in train(*job, int(epochs), int(batch_size), int(seed), splits):
         print(json.dumps(result), flush=True)
 
 

@@ -1,34 +1,41 @@
-"""Test AUC of our models beside FuxiCTR's on the same rows.
+"""A sweep per model of FuxiCTR on validation rows, then five seeds of the chosen settings on test rows.
 
-    python -m benchmarks.peers.with_fuxictr --source LOGS --out DIR --python FUXICTR/bin/python --zoo FUXICTR/model_zoo MODEL ...
+    python -m benchmarks.peers.with_fuxictr --data DIR --out DIR --python FUXICTR/bin/python --zoo FuxiCTR/model_zoo --jobs 16
+    python -m benchmarks.peers.with_fuxictr ... --ours SWEEPS/results.json deepfm
 
-`LOGS` are raw logs in Criteo's format; the first 90 % of the lines train, the rest test. `python -m preproc` makes one
-dataset directory (`dataset=criteo_buckets`), and both libraries read its ids. Ours is trained by the ordinary command
-line, `python main.py experiment=MODEL_criteo_buckets`, FuxiCTR's by `benchmarks/peers/fuxictr_job.py` in an environment of
-its own, which has `fuxictr` from PyPI; its model files are read from a clone of reczoo/FuxiCTR. Its settings are in `PAIRS`.
-Every run has a fixed number of epochs, so no test row chooses anything.
-
-`--validate` trains on the first 81 % of the lines and tests on the next 9 %: FuxiCTR's were chosen so. `--set` adds
-settings to ours, and `--peer-set` to FuxiCTR's. Finished runs are kept in `DIR/results.jsonl` and not repeated.
+`--data` and the results of `--ours` are those of `benchmarks.model_sweeps`, which sweeps our models on the same rows. FuxiCTR
+trains by `benchmarks/peers/fuxictr_job.py` in an environment of its own, which has `fuxictr` from PyPI; model files are read from
+a clone of reczoo/FuxiCTR. `with_fuxictr.yaml` has the first trial's settings and the space of every model. The best three of
+20 trials by seed 1 get seeds 2 and 3, and the best mean of three is tested, once all models have chosen. An epoch is the better
+one on validation rows, as in FuxiCTR's `fit`. A finished run is a file in OUT/results: the same command resumes.
 """
 
 import argparse
 import json
+import math
 import os
+import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
+
+import yaml
 
 from benchmarks.launch import command_parser
 from benchmarks.rows import ROOT
 
-TRAINED = 0.9
-"""Share of the lines that train: that of `dataset=criteo_buckets`."""
-EPOCHS = 2
+SPACES = Path(__file__).with_suffix(".yaml")
+CONFIRMED = 3
+"""Trials with more seeds than one."""
+TEST_SEEDS = range(1, 6)
+
+Run = tuple[str, int, int]
+"""Model, number of the trial, seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,181 +44,161 @@ class Pair:
 
     folder: str
     model_class: str
-    peer_settings: dict[str, Any] = field(default_factory=dict)
-    batch_size: int = 1024
-    epochs: int = EPOCHS
-
-
-MLP = {"hidden_units": [256, 128], "net_dropout": 0.2}
-PAIRS = {
-    "wide_deep": Pair("WideDeep/WideDeep_torch", "WideDeep", MLP),
-    "deepfm": Pair("DeepFM/DeepFM_torch", "DeepFM", MLP),
-    "dcnv2": Pair(
-        "DCNv2",
-        "DCNv2",
-        {
-            "model_structure": "parallel",
-            "num_cross_layers": 2,
-            "parallel_dnn_hidden_units": [256, 128],
-            "net_dropout": 0.2,
-        },
-    ),
-    "dlrm": Pair("DLRM", "DLRM", {"top_mlp_units": [256, 128], "top_mlp_dropout": 0.2}),
-    "finalmlp": Pair(
-        "FinalMLP",
-        "FinalMLP",
-        {
-            "mlp1_hidden_units": [256, 128],
-            "mlp2_hidden_units": [256],
-            "fs_hidden_units": [64],
-            "num_heads": 8,
-            "mlp1_dropout": 0.2,
-            "mlp2_dropout": 0.2,
-        },
-    ),
-    "masknet": Pair(
-        "MaskNet",
-        "MaskNet",
-        {
-            "model_type": "ParallelMaskNet",
-            "parallel_num_blocks": 3,
-            "parallel_block_dim": 64,
-            "dnn_hidden_units": [128],
-            "reduction_ratio": 1,
-            "net_dropout": 0.2,
-            "learning_rate": 3e-4,
-        },
-        batch_size=256,
-    ),
-    "wukong": Pair(
-        "WuKong",
-        "WuKong",
-        {
-            "num_wukong_layers": 2,
-            "fmb_features": 8,
-            "lcb_features": 32,
-            "fmb_mlp_units": [128],
-            "mlp_hidden_units": [256, 128],
-            "net_dropout": 0.2,
-        },
-    ),
-}
-COMMON = ("device=cpu", "checkpoint.save=false", "log.loggers=[]", "log.every=1000")
-PEER_COMMON = {
-    "embedding_dim": 16,
-    "learning_rate": 1e-3,
-    "embedding_regularizer": 1e-5,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """Finished runs in a file, one line of JSON each."""
-
-    path: Path
-
-    def auc(self, key: list[Any], train: Callable[[], dict[str, float]]) -> float:
-        """Return the AUC of a run, which `train` makes unless it has finished."""
-        lines = self.path.read_text().splitlines() if self.path.exists() else []
-        of_key = {json.dumps(line["run"]): line["metrics"] for line in map(json.loads, lines)}
-        metrics = of_key.get(json.dumps(key))
-        if metrics is None:
-            metrics = train()
-            with self.path.open("a") as stream:
-                stream.write(json.dumps({"run": key, "metrics": metrics}) + "\n")
-        return metrics["auc"]
-
-
-def train_ours(data: Path, run_dir: Path, overrides: Iterable[str]) -> dict[str, float]:
-    """Train one of our models; return AUC and log loss of the test split, and the parameters."""
-    command = [sys.executable, str(ROOT / "main.py"), *overrides, f"data.path={data}"]
-    _run([*command, f"run_dir={run_dir}"])
-    summary = json.loads((run_dir / "summary.json").read_text())
-    return {"auc": summary["test_auc"], "log_loss": summary["test_log_loss"]}
+    peer_settings: dict[str, Any]
+    batch_size: int
+    epochs: int = 2
 
 
 def train_peer(
-    python: Path, folder: Path, pair: Pair, data: Path, settings: dict[str, Any], seed: int
-) -> dict[str, float]:
-    """Train one of FuxiCTR's models; return AUC and log loss of the test split after the last epoch."""
-    arguments = [str(folder), pair.model_class, str(data), json.dumps(settings)]
-    arguments += [str(pair.epochs), str(pair.batch_size), str(seed)]
-    printed = _run([str(python), "-m", "benchmarks.peers.fuxictr_job", *arguments])
-    last = json.loads(printed.splitlines()[-1])
-    return {"auc": last["AUC"], "log_loss": last["logloss"]}
-
-
-def _run(command: list[str]) -> str:
-    """Run a command in one thread; return what it printed. Its errors are shown."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    python: Path, zoo: Path, pair: Pair, data: Path, seed: int, splits: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Train one of FuxiCTR's models in one thread; return AUC and log loss of each split after every epoch."""
+    arguments = [str(zoo.resolve() / pair.folder), pair.model_class, str(data)]
+    arguments += [json.dumps(pair.peer_settings), str(pair.epochs), str(pair.batch_size), str(seed)]
+    # The path of Python stays a link: a virtual environment's is one.
+    command = [os.path.abspath(python), "-m", "benchmarks.peers.fuxictr_job", *arguments, *splits]
+    threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        command, check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=os.environ | threads
     )
-    return done.stdout
+    return [json.loads(line) for line in done.stdout.splitlines()[-pair.epochs :]]
 
 
-def preprocess(source: Path, out: Path, validate: bool) -> Path:
-    """Make the dataset directory, of the training lines alone to validate; return it."""
-    output = out / ("validation" if validate else "data")
-    if output.exists():
-        return output
-    if validate:
-        lines = source.read_text().splitlines(keepends=True)
-        source = out / "training_lines.tsv"
-        source.write_text("".join(lines[: int(len(lines) * TRAINED)]))
-    command = [sys.executable, "-m", "preproc", "dataset=criteo_buckets"]
-    _run([*command, f"source={source}", f"output={output}"])
-    return output
+def trials_of(name: str, count: int) -> list[dict[str, Any]]:
+    """Return the values of a model's trials: the file's, then drawn ones, each by a generator of its own."""
+    every = yaml.safe_load(SPACES.read_text())
+    own = every["models"][name]
+    spaces = every["space"] | own["space"]
+    drawing = [random.Random(f"{name}-{number}") for number in range(1, count)]
+    drawn = [{key: draw(by, space) for key, space in spaces.items()} for by in drawing]
+    return [every["first"] | own["first"], *drawn]
+
+
+def draw(by: random.Random, space: list[Any] | dict[str, Any]) -> Any:
+    """Return one of the values, or a number between two in equal shares of its logarithm, of three digits."""
+    if isinstance(space, list):
+        return by.choice(space)
+    power = by.uniform(math.log(space["low"]), math.log(space["high"]))
+    return float(f"{math.exp(power):.3g}")
+
+
+def pair_of(name: str, values: dict[str, Any]) -> Pair:
+    """Return the model with the values of a trial."""
+    own = yaml.safe_load(SPACES.read_text())["models"][name]
+    settings = options_of(name, values) | own.get("settings", {})
+    batch_size = settings.pop("batch_size")
+    return Pair(own.get("folder", own["class"]), own["class"], settings, batch_size)
+
+
+def options_of(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return FuxiCTR's options for the values of a trial."""
+    made = dict(values)
+    if name == "dcnv2":
+        made[f"{made['model_structure']}_dnn_hidden_units"] = made.pop("dnn")
+    elif name == "finalmlp":
+        made["mlp1_dropout"] = made["mlp2_dropout"] = made.pop("dropout")
+    elif name == "autoint":
+        made["attention_dim"] = made["embedding_dim"]
+    elif name == "masknet":
+        blocks = made.pop("blocks")
+        if made["model_type"] == "SerialMaskNet":
+            made["dnn_hidden_units"] = [64] * blocks
+        else:
+            made |= {"parallel_num_blocks": blocks, "parallel_block_dim": 64}
+            made["dnn_hidden_units"] = [128]
+    return made
+
+
+def best_epochs(
+    runs: list[Run], args: argparse.Namespace, *further: str
+) -> dict[Run, dict[str, Any]]:
+    """Train what has not finished; return AUC and log loss of the better epoch by validation rows, of further splits too."""
+    with ThreadPoolExecutor(args.jobs) as pool:
+        epochs = pool.map(lambda run: epochs_of(run, args, ["validation", *further]), runs)
+        best = [max(lines, key=lambda line: line["validation"]["auc"]) for lines in epochs]
+    return dict(zip(runs, best, strict=True))
+
+
+def epochs_of(run: Run, args: argparse.Namespace, splits: list[str]) -> list[dict[str, Any]]:
+    """Return the epochs of a run, which is trained unless its file is there; ends the program if that fails."""
+    name, trial, seed = run
+    pair = pair_of(name, trials_of(name, trial + 1)[trial])
+    wanted = {"data": str(args.data), "seed": seed, **asdict(pair)}
+    file = args.out / "results" / f"{name}-{trial}-{seed}-{splits[-1]}.json"
+    if file.exists():
+        found = json.loads(file.read_text())
+        if found["run"] != wanted:
+            sys.exit(f"error: {file} is of {found['run']}, this run of {wanted}: set another --out")
+        return found["epochs"]
+    try:
+        epochs = train_peer(args.python, args.zoo, pair, args.data, seed, splits)
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"error: {file.stem}: exit code {error.returncode} of {' '.join(error.cmd)}")
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps({"run": wanted, "epochs": epochs}))
+    partial.rename(file)
+    print(f"{file.stem}: {epochs[-1]}", file=sys.stderr, flush=True)
+    return epochs
+
+
+def choose(models: list[str], args: argparse.Namespace) -> dict[str, int]:
+    """Return the number of every model's best trial: of the best by seed 1, that with the best mean of three seeds."""
+    trials = [(name, trial, 1) for name in models for trial in range(args.trials)]
+    found = {run: line["validation"]["auc"] for run, line in best_epochs(trials, args).items()}
+    ranked = sorted(trials, key=found.__getitem__, reverse=True)
+    best = {name: [trial for of, trial, _ in ranked if of == name][:CONFIRMED] for name in models}
+    more = [(name, trial, seed) for name in models for trial in best[name] for seed in (2, 3)]
+    found |= {run: line["validation"]["auc"] for run, line in best_epochs(more, args).items()}
+    chosen = {}
+    for name in models:
+        means = {
+            trial: mean(found[name, trial, seed] for seed in (1, 2, 3)) for trial in best[name]
+        }
+        chosen[name] = max(means, key=means.__getitem__)
+    return chosen
+
+
+def row(name: str, values: dict[str, Any], aucs: list[float], ours: list[float]) -> str:
+    """Return a line of the table; ours less FuxiCTR has the standard error over the seeds of both."""
+    by_seed = " ".join(f"{auc:.4f}" for auc in aucs)
+    line = f"| {name} | `{json.dumps(values)}` | {by_seed} | {mean(aucs):.4f} ± {stdev(aucs):.4f} |"
+    if not ours:
+        return f"{line} |"
+    error = math.sqrt(stdev(ours) ** 2 / len(ours) + stdev(aucs) ** 2 / len(aucs))
+    return f"{line} {mean(ours) - mean(aucs):+.4f} ({error:.4f}) |"
 
 
 def main() -> None:
-    """Train the models of the command line in both libraries, and print a table."""
+    """Sweep and test the models of the command line, all by default; print a table."""
+    known = list(yaml.safe_load(SPACES.read_text())["models"])
     parser = command_parser(__doc__)
-    parser.add_argument("models", nargs="*", default=list(PAIRS), help=", ".join(PAIRS))
-    parser.add_argument("--source", type=Path, required=True, help="raw logs, plain text")
-    parser.add_argument("--out", type=Path, required=True, help="folder for data and runs")
+    parser.add_argument("models", nargs="*", help=", ".join(known))
+    parser.add_argument("--data", type=Path, required=True, help="dataset directory")
+    parser.add_argument("--out", type=Path, required=True, help="folder of all results")
     parser.add_argument("--python", type=Path, required=True, help="of FuxiCTR's environment")
     parser.add_argument("--zoo", type=Path, required=True, help="model_zoo of FuxiCTR's clone")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--validate", action="store_true", help="test on training lines instead")
-    parser.add_argument("--set", nargs="+", default=[], help="more settings of ours")
-    parser.add_argument("--peer-set", type=json.loads, default={}, help="of FuxiCTR's, as JSON")
+    parser.add_argument("--ours", type=Path, help="results.json of benchmarks.model_sweeps")
+    parser.add_argument("--trials", type=int, default=20, help="trials per model, of one seed")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     args = parser.parse_args()
-    unknown = set(args.models) - set(PAIRS)
-    if unknown:
-        parser.error(f"got models {sorted(unknown)}, want some of {', '.join(PAIRS)}")
-    args.out.mkdir(parents=True, exist_ok=True)
-    data = preprocess(args.source.resolve(), args.out.resolve(), args.validate)
-    results = Results(args.out / "results.jsonl")
-    print("| model | ours, by seed | mean | FuxiCTR, by seed | mean | difference |")
-    print("|---|---|---|---|---|---|", flush=True)
-    for name in args.models:
-        ours, peer = [], []
-        for seed in args.seeds:
-            ours.append(_ours(name, seed, data, args, results))
-            peer.append(_peer(name, seed, data, args, results))
-        difference = mean(ours) - mean(peer)
-        print(f"| {name} | {_row(ours)} | {_row(peer)} | {difference:+.4f} |", flush=True)
-
-
-def _ours(name: str, seed: int, data: Path, args: argparse.Namespace, results: Results) -> float:
-    overrides = [f"experiment={name}_criteo_buckets", *COMMON, *args.set, f"seed={seed}"]
-    run_dir = args.out.resolve() / "runs" / f"{data.name}-{name}-{seed}-{os.getpid()}"
-    return results.auc([data.name, *overrides], lambda: train_ours(data, run_dir, overrides))
-
-
-def _peer(name: str, seed: int, data: Path, args: argparse.Namespace, results: Results) -> float:
-    pair = PAIRS[name]
-    settings = PEER_COMMON | pair.peer_settings | args.peer_set
-    key = [data.name, pair.model_class, settings, EPOCHS, pair.batch_size, seed]
-    # The path stays a link: a virtual environment's Python is one.
-    python = Path(os.path.abspath(args.python))
-    folder = args.zoo.resolve() / pair.folder
-    return results.auc(key, lambda: train_peer(python, folder, pair, data, settings, seed))
-
-
-def _row(aucs: list[float]) -> str:
-    return f"{' '.join(f'{auc:.4f}'.lstrip('0') for auc in aucs)} | **{mean(aucs):.4f}**"
+    args.data, args.out = args.data.resolve(), args.out.resolve()
+    models = list(dict.fromkeys(args.models)) or known
+    if unknown := set(models) - set(known):
+        parser.error(f"no space of {', '.join(sorted(unknown))}; {SPACES} has {', '.join(known)}")
+    for path in (args.data / "validation", args.data / "test", args.python, args.zoo):
+        if not path.exists():
+            parser.error(f"{path} does not exist")
+    ours = json.loads(args.ours.read_text()) if args.ours else {}
+    (args.out / "results").mkdir(parents=True, exist_ok=True)
+    chosen = choose(models, args)
+    runs = [(name, chosen[name], seed) for name in models for seed in TEST_SEEDS]
+    tested = best_epochs(runs, args, "test")
+    print("| model | chosen | FuxiCTR, by seed | mean | ours less FuxiCTR |\n|---|---|---|---|---|")
+    for name in models:
+        values = trials_of(name, args.trials)[chosen[name]]
+        aucs = [tested[name, chosen[name], seed]["test"]["auc"] for seed in TEST_SEEDS]
+        own = [metrics["test_auc"] for metrics in ours.get(name, {}).get("tested", [])]
+        print(row(name, values, aucs, own))
 
 
 if __name__ == "__main__":

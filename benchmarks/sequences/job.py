@@ -93,6 +93,6 @@ class Job:
         return {"auc": summary["test_auc"], "log_loss": summary["test_log_loss"]}  # of any split
 
     def _trained_peer(self, data: Path) -> dict[str, Any]:
-        pair, python = peer(self.model, self.data), self.args.fuxictr.absolute()
-        folder = self.args.zoo.resolve() / pair.folder
-        return train_peer(python, folder, pair, data, pair.peer_settings, self.seed)
+        pair, args = peer(self.model, self.data), self.args
+        epochs = train_peer(args.fuxictr, args.zoo, pair, data, self.seed, [self.split])
+        return epochs[-1][self.split]

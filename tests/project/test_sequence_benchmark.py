@@ -1,5 +1,6 @@
 """The comparison of sequence models: datasets and their variants, the columns of its peer, its tables, the layers alone."""
 
+import json
 import math
 import sys
 from argparse import Namespace
@@ -95,6 +96,20 @@ def test_a_finished_job_is_not_run_again_and_tables_have_differences(tmp_path):
     lines = list(tables("toys", jobs))
     assert lines[2] == "| din | as_is | .7000 .7200 | 0.7100 | 0.0141 | 0.0100 |"
     assert lines[-1] == "| din, as_is - din, shuffled | +0.0150 | 0.0050 | 2 of 2 |"
+
+
+def test_a_peer_is_evaluated_on_the_rows_of_its_job(made, tmp_path, monkeypatch):
+    def train(python, zoo, pair, data, seed, splits):
+        return [{split: {"auc": auc, "log_loss": seed} for split in splits} for auc in (0.6, 0.7)]
+
+    monkeypatch.setattr("benchmarks.sequences.job.train_peer", train)
+    monkeypatch.setattr("benchmarks.sequences.job.dataset", lambda *_: made["as_is"])
+    (tmp_path / "results").mkdir()
+    paths = {"source": tmp_path, "out": tmp_path, "fuxictr": tmp_path, "zoo": tmp_path}
+    of_validation = Job("toys", "din", "as_is", 3, Namespace(**paths, set=[], validate=True), True)
+    of_validation.run()
+    assert json.loads(of_validation.file.read_text()) == {"auc": 0.7, "log_loss": 3}
+    assert of_validation.file.stem == "toys-din, FuxiCTR-as_is-3-validation"
 
 
 def test_a_peer_has_fields_of_the_dataset():
