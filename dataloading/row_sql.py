@@ -124,6 +124,28 @@ def reads_other_rows(sql: str) -> bool:
     return '"class": "WINDOW"' in tree or READS_TABLE.search(tree) is not None
 
 
+def of_many_rows(query: str) -> set[str]:
+    """Return the columns, in lower case, that windows or aggregates of a query give; none if DuckDB does not parse it."""
+    try:
+        parts = list(_parts(_parsed(query.strip().removesuffix(";"))))
+    except (ValueError, RecursionError):
+        return set()
+    aggregates = "SELECT function_name FROM duckdb_functions() WHERE function_type = 'aggregate'"
+    many = {"WINDOW", *(name for (name,) in _database().cursor().execute(aggregates).fetchall())}
+    named = [(f".{part['alias'].lower()}", _words(part)) for part in parts if part.get("alias")]
+    # A column may be computed from one of a query within.
+    while more := {name for name, words in named if words & many} - many:
+        many |= more
+    return {word[1:] for word in many if word.startswith(".")}
+
+
+def _words(node: dict[str, Any]) -> set[str]:
+    """Return the classes and functions of a node's parts, and its columns with a point before."""
+    parts = list(_parts(node))
+    columns = {"." + part["column_names"][-1].lower() for part in parts if "column_names" in part}
+    return columns.union(*((part["class"], part.get("function_name", "")) for part in parts))
+
+
 class RowSql:
     """Expressions over the columns of a request.
 

@@ -130,6 +130,7 @@ class TransformedRows:
             self._table = self._staging.table
             refuse_other_numbers(self._staging.five, state.five)
             self._staging.refuse_no_text()
+            self._staging.refuse_other_rows()
             kept = [f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(table.keep)]
             query = f"SELECT {', '.join(kept) or 'bad_'} FROM ({self._staging.query})"
             self.kept_schema = self._engine.schema(query) if kept else pa.schema([])

@@ -21,7 +21,7 @@ from configs.table_schema import (
     RowNumber,
     TableConfig,
 )
-from dataloading.row_sql import COLUMN, KIND, columns_of, reads_other_rows, unserved
+from dataloading.row_sql import COLUMN, KIND, columns_of, of_many_rows, reads_other_rows, unserved
 from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError, StagedRows
 from preproc.table.expressions import (
     LARGEST_DOUBLE,
@@ -188,18 +188,26 @@ class Staging:
             refuse_text_order(self._engine, "table.query", query, None)
 
     def refuse_other_rows(self) -> None:
-        """Raise ValueError if user, time or what is known of an event comes from other rows, of which some are later."""
-        of = {name for log in self.table.logs for name in log.of}
-        of |= {history.of for history in self.table.history}
-        of |= {name for lists in self.table.event_lists for name in lists.lists}
-        seen = {f"c{i}" for i, feature in enumerate(self.table.categorical) if feature.name in of}
-        for item in self._expressions:
-            is_seen = item.column in seen or _role(item.column) == "history"
-            if is_seen and reads_other_rows(item.sql):
+        """Raise ValueError if what new rows need too (features, keep rates, what events know) comes from other rows."""
+        for item in self._of_scores:
+            if reads_other_rows(item.sql):
                 raise ValueError(
-                    f"{item.where}: {item.shown} reads other rows, later ones too, which no event may know; compute it from its "
-                    "own row, or in table.query"
+                    f"{item.where}: {item.shown} reads other rows, later ones too, and new rows would read others; compute it "
+                    "from its own row, or join it in table.query"
                 )
+
+    def notes_of_query(self) -> list[str]:
+        """Return what to say of windows and aggregates of the query, which new rows compute again."""
+        columns = of_many_rows(self.table.query)
+        of = [item.where for item in self._of_scores if _columns_in(item.sql, columns)]
+        what = "windows or aggregates in table.query; new rows compute them over their own files"
+        return [f"{', '.join(of)}: {what}; join those of the fit from a source"] * bool(of)
+
+    @property
+    def _of_scores(self) -> list[_Expression]:
+        return [
+            i for i in self._expressions if _role(i.column) in ("feature", "keep rate", "history")
+        ]
 
     def refuse_no_text(self) -> None:
         """Raise ValueError for categories that are bytes, or lists of bytes, lists or structs; in new rows if it was text."""

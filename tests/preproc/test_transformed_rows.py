@@ -8,12 +8,15 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import vocabularies
 from preproc import transformed_rows
+from preproc.raw_tables import RawTables
+from preproc.table import staging
 from preproc.transformed_rows import open_transformed_rows
-from tests.helpers.preproc_command import preproc, raw_line, write_lines
+from tests.helpers.preproc_command import Refused, preproc, raw_line, write_lines
 from tests.preproc.table.test_new_rows import shop, write_shop
 from tests.preproc.table.test_pipeline import _hydra, build
 
@@ -120,6 +123,71 @@ def test_a_join_takes_the_source_in_its_files(tmp_path):
     assert kept["order_id"].to_pylist() == [f"o-{i:04}" for i in range(60)]
     with pytest.raises(ValueError, match="got 2 sources, want one in its place"):
         open_transformed_rows(tmp_path / "fit", [tmp_path / "new", tmp_path / "old"])
+
+
+COUNT = "count(*) OVER (PARTITION BY tags)"
+
+
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        ({"numerical": [{"name": "n", "expression": COUNT}]}, "table.numerical: 'n'"),
+        ({"numerical": [{"name": "n", "expression": "(SELECT count(*) FROM orders)"}]}, "table.numerical: 'n'"),
+        ({"categorical": [{"name": "c", "expression": COUNT}]}, "table.categorical: 'c'"),
+        ({"keep_rate": {"name": "k", "expression": f"1 / {COUNT}"}}, "table.keep_rate: 'k'"),
+    ],
+)  # fmt: skip
+def test_what_scores_need_of_other_rows_is_refused(tmp_path, monkeypatch, more, where):
+    """Ten rows of the fit counted others than alone; a fit of an earlier version is refused wherever it is applied."""
+    write_shop(tmp_path / "old.csv", 0, 200)
+    write_shop(tmp_path / "new.csv", 0, 10)
+    told = f"{where}: expression .* reads other rows, .*; compute it from its own row, or join it"
+    table = shop(tmp_path / "old.csv", **more)
+    with pytest.raises(Refused, match=told) as caught:
+        build(tmp_path / "fit", table)
+    assert "\n" not in caught.value.message
+    with monkeypatch.context() as earlier:
+        earlier.setattr(staging, "reads_other_rows", lambda sql: False)
+        build(tmp_path / "fit", table)
+    new = shop(tmp_path / "new.csv", **more)
+    with pytest.raises(Refused, match=told):
+        build(tmp_path / "out", new, "mode=transform", f"fitted={tmp_path / 'fit'}")
+    with pytest.raises(ValueError, match=told):
+        read(tmp_path / "fit", [tmp_path / "new.csv"])
+    with pytest.raises(ValueError, match=f"{told}|Table with name orders"):
+        RawTables(tmp_path / "fit").transformed(csv.read_csv(tmp_path / "new.csv"))
+
+
+@pytest.mark.parametrize(
+    ("query", "noted"),
+    [
+        (f"SELECT *, {COUNT} AS n FROM orders", True),
+        ("WITH c AS (SELECT tags, count(*) AS m FROM orders GROUP BY tags) "
+         "SELECT orders.*, m + 1 AS N FROM orders JOIN c USING (tags);", True),
+        ("SELECT *, (SELECT max(CAST(age AS INT)) FROM orders) AS n FROM orders", True),
+        (f"SELECT *, length(tags) AS n, {COUNT} AS place FROM orders", False),
+        ("SELECT *, length(tags) AS n FROM orders", False),
+    ],
+)  # fmt: skip
+def test_a_note_names_features_of_windows_and_aggregates_of_the_query(
+    tmp_path, capsys, query, noted
+):
+    write_shop(tmp_path / "old.csv", 0, 100)
+    numerical = [{"name": "n"}, {"name": "age"}, {"name": "twice", "expression": "n * 2"}]
+    more = {"query": query, "order_by": ["text_order(order_id)"], "numerical": numerical}
+    table = shop(tmp_path / "old.csv", **more, keep=["n"])
+    build(tmp_path / "fit", table)
+    told = (
+        "note: table.numerical: 'n', table.numerical: 'twice': windows or aggregates in table.query"
+    )
+    assert (told in one_line(capsys.readouterr())) == noted
+    fitted = ("mode=transform", f"fitted={tmp_path / 'fit'}")
+    build(tmp_path / "out", table, *fitted)
+    assert "aggregates" not in one_line(capsys.readouterr())
+
+
+def one_line(captured) -> str:
+    return " ".join((captured.out + captured.err).split())
 
 
 def test_raw_criteo_logs_with_and_without_the_label(tmp_path):

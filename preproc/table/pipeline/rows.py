@@ -81,8 +81,9 @@ def _number_all(journal: Journal, path: Path) -> None:
     is_duckdb = journal.config.engine is EngineName.duckdb
     journal.work.state["types"] = types if is_duckdb else {}
     if journal.config.mode is Mode.fit:
-        for why in unserved:
-            journal.progress.say(f"note: raw values cannot be served: {why}")
+        unserved = [f"raw values cannot be served: {why}" for why in unserved]
+        for note in unserved + staging.notes_of_query():
+            journal.progress.say(f"note: {note}")
     journal.work.state["is_text"] = staging.text_columns.as_json()
     journal.work.state["columns"] = staging.column_roles
     journal.work.state["absent"] = sorted(

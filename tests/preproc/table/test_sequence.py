@@ -415,11 +415,15 @@ def test_what_events_know_comes_from_their_own_rows(tmp_path, log, where):
     assert "\n" not in caught.value.message
 
 
-def test_windows_that_no_event_knows_and_tables_of_the_own_row_are_allowed(tmp_path):
+def test_windows_that_no_score_needs_and_tables_of_the_own_row_are_allowed(tmp_path):
     number = {"name": "most", "expression": "(SELECT max(x) FROM unnest([CAST(rating AS DOUBLE), 1]) AS q(x))"}  # fmt: skip
     hour = {"name": "hour", "expression": "extract(hour FROM to_timestamp(CAST(\"time\" AS BIGINT)))"}  # fmt: skip
     table = described(write_rows(tmp_path / "t.csv", random_rows(2)), numbers=[number, hour])
-    table["numerical"] = [{"name": "count", "expression": "count(*) OVER (PARTITION BY item)"}]
+    table["numerical"] = [number]
+    table["label"]["expression"] = "CAST(y AS INT) >= avg(CAST(y AS INT)) OVER ()"
+    table["weight"] = {"name": "w", "expression": "1 / count(*) OVER (PARTITION BY item)"}
+    place = "percent_rank() OVER (ORDER BY order_)"
+    table["split"] = {"by": "column", "expression": f"CASE WHEN {place} < 0.8 THEN 'train' ELSE 'test' END"}  # fmt: skip
     build(tmp_path / "out", table)
 
 
