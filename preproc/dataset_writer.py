@@ -13,8 +13,9 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from dataloading.dataset.column_files import column_file_name
+from dataloading.dataset.counted_file import CountedFile
 from dataloading.dataset.dataset_directory import write_spec
-from dataloading.dataset.durable_files import put_in_place, sync_directory, sync_file, sync_stream
+from dataloading.dataset.durable_files import put_in_place, sync_directory, sync_file
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.sequences import EVENTS
 from dataloading.dataset.split_files import SplitFiles
@@ -24,36 +25,32 @@ NO_DATA = ("report.png", "bad_rows.tsv")
 """Files with times of the run, or paths of its input. The spec does not list them: the same data have the same spec."""
 
 
-class GrowingFile:
-    """One file of the dataset, written from its start; `record` holds its bytes and CRC-32."""
+class GrowingFile(CountedFile):
+    """One file of the dataset, written from its start, and synced at the end of the block; `record` is by its name."""
+
+    checksum = staticmethod(crc32)
 
     def __init__(self, dataset: Path, name: str) -> None:
-        self._path = dataset / name
+        path = dataset / name
+        path.parent.mkdir(exist_ok=True)
+        path.unlink(missing_ok=True)  # of a killed run
+        super().__init__(path)
         self._name = name
-        self._bytes = 0
-        self._crc32 = 0
-
-    def __enter__(self) -> "GrowingFile":
-        self._path.parent.mkdir(exist_ok=True)
-        self._stream = self._path.open("wb", buffering=0)
-        return self
 
     def append(self, values: np.ndarray) -> None:
-        data = bytes_of(values)
-        self._crc32 = crc32(data, self._crc32)
-        self._bytes += len(data)
-        while data:
-            data = data[self._stream.write(data) :]
+        self.write(bytes_of(values))
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            sync_stream(self._stream)
-            sync_directory(self._path.parent)
-        self._stream.close()
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        try:
+            if kind is None:
+                self.sync()
+                sync_directory(self.path.parent)
+        finally:
+            self.close()
 
     @property
     def record(self) -> dict[str, dict[str, Any]]:
-        return {self._name: {"bytes": self._bytes, "crc32": f"{self._crc32:08x}"}}
+        return {self._name: super().record}
 
 
 def checksum(path: Path) -> dict[str, Any]:

@@ -40,6 +40,16 @@ def _home_cell(code, num_slots, drawn):
 
 
 @kernel
+def _find(code, slots, drawn):
+    """Return the cell of a code, or the empty cell where it would be."""
+    key = np.uint64(code) << HALF
+    cell = _home_cell(code, len(slots), drawn)
+    while slots[cell] != 0 and slots[cell] & ~LOW != key:
+        cell = cell + 1 if cell + 1 < len(slots) else 0
+    return cell
+
+
+@kernel
 def _count(codes, begin, slots, used, drawn, first_non_hex):
     """Count codes[begin:] below `first_non_hex` until half of the slots are used; return where, slots, if one was NON_HEX."""
     most = len(slots) // 2
@@ -49,20 +59,13 @@ def _count(codes, begin, slots, used, drawn, first_non_hex):
         if code >= first_non_hex:
             has_non_hex |= code == first_non_hex
             continue
-        key = np.uint64(code) << HALF
-        cell = _home_cell(code, len(slots), drawn)
-        while True:
-            slot = slots[cell]
-            if slot == 0:
-                if used == most:
-                    return at, used, has_non_hex
-                slots[cell] = key | np.uint64(1)
-                used += 1
-                break
-            if slot & ~LOW == key:
-                slots[cell] = slot + np.uint64(1)
-                break
-            cell = cell + 1 if cell + 1 < len(slots) else 0
+        cell = _find(code, slots, drawn)
+        if slots[cell] == 0:
+            if used == most:
+                return at, used, has_non_hex
+            slots[cell] = np.uint64(code) << HALF
+            used += 1
+        slots[cell] += np.uint64(1)
     return len(codes), used, has_non_hex
 
 
@@ -70,28 +73,17 @@ def _count(codes, begin, slots, used, drawn, first_non_hex):
 def _insert(entries, slots, drawn):
     """Insert entries of distinct codes, zeros skipped; at most half of the slots are in use afterwards."""
     for entry in entries:
-        if entry == 0:
-            continue
-        cell = _home_cell(entry >> HALF, len(slots), drawn)
-        while slots[cell] != 0:
-            cell = cell + 1 if cell + 1 < len(slots) else 0
-        slots[cell] = entry
+        if entry != 0:
+            slots[_find(entry >> HALF, slots, drawn)] = entry
 
 
 @kernel
 def _look_up(codes, slots, drawn, ids):
     """Write the ids of the codes in `slots` to `ids`; leave the others unchanged."""
     for at in range(len(codes)):
-        code = codes[at]
-        key = np.uint64(code) << HALF
-        cell = _home_cell(code, len(slots), drawn)
-        slot = slots[cell]
-        while slot != 0:
-            if slot & ~LOW == key:
-                ids[at] = slot & LOW
-                break
-            cell = cell + 1 if cell + 1 < len(slots) else 0
-            slot = slots[cell]
+        slot = slots[_find(codes[at], slots, drawn)]
+        if slot != 0:
+            ids[at] = slot & LOW
 
 
 @kernel
@@ -99,23 +91,20 @@ def _number(codes, begin, slots, used, first, drawn, ids):
     """Write the ids of codes[begin:] in order of appearance until half of the slots are used; return where, and slots in use."""
     most = len(slots) // 2
     for at in range(begin, len(codes)):
-        code = codes[at]
-        key = np.uint64(code) << HALF
-        cell = _home_cell(code, len(slots), drawn)
-        while True:
-            slot = slots[cell]
-            if slot == 0:
-                if used == most:
-                    return at, used
-                slots[cell] = key | np.uint64(first + used)
-                ids[at] = first + used
-                used += 1
-                break
-            if slot & ~LOW == key:
-                ids[at] = slot & LOW
-                break
-            cell = cell + 1 if cell + 1 < len(slots) else 0
+        cell = _find(codes[at], slots, drawn)
+        if slots[cell] == 0:
+            if used == most:
+                return at, used
+            slots[cell] = np.uint64(codes[at]) << HALF | np.uint64(first + used)
+            used += 1
+        ids[at] = slots[cell] & LOW
     return len(codes), used
+
+
+def _doubled(slots: np.ndarray) -> np.ndarray:
+    larger = np.zeros(2 * len(slots), np.uint64)
+    _insert(slots, larger, DRAWN)
+    return larger
 
 
 class FirstSeen:
@@ -136,9 +125,7 @@ class FirstSeen:
             )
             if at == len(codes):
                 return ids
-            larger = np.zeros(2 * len(self._slots), np.uint64)
-            _insert(self._slots, larger, DRAWN)
-            self._slots = larger
+            self._slots = _doubled(self._slots)
 
 
 class Counter:
@@ -163,9 +150,7 @@ class Counter:
             if at == len(codes):
                 return
             if 2 * len(self._slots) <= self._most_slots:
-                larger = np.zeros(2 * len(self._slots), np.uint64)
-                _insert(self._slots, larger, DRAWN)
-                self._slots = larger
+                self._slots = _doubled(self._slots)
             else:
                 yield from self.take()
                 self._counted = len(codes) - at

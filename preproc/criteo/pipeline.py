@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,15 @@ CHUNK_ROWS = 1 << 20
 IDS_BYTES = 63
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    config: PreprocConfig
+    work: Work
+    store: ColumnStore
+    splits: dict[str, range]
+    progress: Progress
+
+
 def build_criteo(config: PreprocConfig, progress: Progress) -> None:
     """Write the dataset that `config` describes and print its summary."""
     assert config.output is not None
@@ -101,7 +111,7 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
         every = config.vocabulary is VocabularyRows.all
         counted = files + test_files
         read = [fingerprint(file) for file in counted if every or file not in tests]
-        _write(config, work, store, splits, read, progress)
+        _write(_Run(config, work, store, splits, progress), read)
     print_result(progress, output, sum(rows))
 
 
@@ -172,20 +182,14 @@ def split_rows(
     return splits
 
 
-def _write(
-    config: PreprocConfig,
-    work: Work,
-    store: ColumnStore,
-    splits: dict[str, range],
-    read: list[str],
-    progress: Progress,
-) -> None:
+def _write(run: _Run, read: list[str]) -> None:
+    config, work, store, splits = run.config, run.work, run.store, run.splits
     dataset = work.dataset
     num_rows = max(rows.stop for rows in splits.values())
     counted = splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
     for name in ("vocabulary", *splits):
         (dataset / name).mkdir(parents=True, exist_ok=True)
-    encoded = _encode(config, work, store, splits, counted, progress)
+    encoded = _encode(run, counted)
     columns = _missing_numericals(store, counted) | {
         name: ColumnSummary(
             1 - column.seen / len(counted),
@@ -210,12 +214,12 @@ def _write(
     table = criteo_table(config)
     drawn = dataset, store.numerical.path, columns, summaries, config, table
     with (
-        progress.phase("write labels and numericals, draw the report"),
+        run.progress.phase("write labels and numericals, draw the report"),
         ThreadPoolExecutor(1) as pool,
     ):
         # The thread that may be interrupted has the longer work.
         report = pool.submit(draw_report, *drawn)
-        _write_plain(dataset, work, store, splits, summaries)
+        _write_plain(run, summaries)
         report.result()
     are_text = {name.lower(): True for name in COLUMNS}
     written = WrittenColumns(
@@ -231,25 +235,19 @@ def _write(
         text_columns=TextColumns({name: are_text for name in table.sources}, are_text),
         read=read,
     )
-    complete_dataset(written, config, table, work, progress)
+    complete_dataset(written, config, table, work, run.progress)
 
 
-def _encode(
-    config: PreprocConfig,
-    work: Work,
-    store: ColumnStore,
-    splits: dict[str, range],
-    counted: range,
-    progress: Progress,
-) -> dict[str, EncodedColumn]:
+def _encode(run: _Run, counted: range) -> dict[str, EncodedColumn]:
     """Shuffle the training rows if `shuffle` is set, and write the ids of all categorical columns."""
+    config, work, store, splits = run.config, run.work, run.store, run.splits
     memory = memory_bytes(config)
     threads = config.threads or os.cpu_count() or 1
     # Half of the remaining memory is for DuckDB, half for arrays. DuckDB reports a limit that is too low.
     spare = max(memory - BASE_BYTES, memory // 2)
     num_train = len(splits["train"])
     with connect(config, work.directory, spare // 2) as connection:
-        _shuffle(config, work, store, num_train, progress)
+        _shuffle(run, num_train)
         _view_non_hex(connection, work, store, num_train if config.shuffle else 0)
         workers = max(1, min(threads, spare // COLUMN_BYTES))
         encoder = ColumnEncoder(
@@ -265,20 +263,15 @@ def _encode(
             for number, name in enumerate(CATEGORICAL)
         }
         state = work.state.setdefault("encoded", {})
-        with progress.phase("count, rank and encode categoricals") as phase:
+        with run.progress.phase("count, rank and encode categoricals") as phase:
             finish_columns(tasks, store.codes, state, "files", work, workers, phase)
     return {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
 
 
-def _shuffle(
-    config: PreprocConfig,
-    work: Work,
-    store: ColumnStore,
-    num_rows: int,
-    progress: Progress,
-) -> None:
+def _shuffle(run: _Run, num_rows: int) -> None:
     """Shuffle the training rows if `shuffle` is set and not done; note the old rows for texts without a code."""
-    if not config.shuffle or work.state.get("shuffled"):
+    work, store = run.work, run.store
+    if not run.config.shuffle or work.state.get("shuffled"):
         return
     columns = list(store.columns)
     if work.state["parse"][NON_HEX_FILES]:
@@ -289,7 +282,7 @@ def _shuffle(
                     np.arange(start, min(start + CHUNK_ROWS, num_rows)).tofile(stream)
             work.state["checked"] |= work.synced_records(origin.path)
         columns.append(origin)
-    shuffle_training(columns, num_rows, config, work, progress)
+    shuffle_training(columns, num_rows, run.config, work, run.progress)
 
 
 def _origin(store: ColumnStore) -> StoredColumn:
@@ -347,19 +340,14 @@ def finish_columns(
             raise
 
 
-def _write_plain(
-    dataset: Path,
-    work: Work,
-    store: ColumnStore,
-    splits: dict[str, range],
-    summaries: dict[str, SplitSummary],
-) -> None:
+def _write_plain(run: _Run, summaries: dict[str, SplitSummary]) -> None:
     """Write labels and numericals of every split; add the number of those without a logarithm to its summary."""
+    work, store, dataset = run.work, run.store, run.work.dataset
     done = work.state.setdefault("plain", [])
     emptied = work.state.setdefault("emptied", {})
     bits = np.dtype(f"u{store.numerical.dtype.itemsize}")
     minus_zero = np.array(-0.0, store.numerical.dtype).view(bits)
-    for split, rows in splits.items():
+    for split, rows in run.splits.items():
         if split in done:
             continue
         with GrowingFile(dataset, f"{split}/label.bin") as file:
