@@ -220,6 +220,7 @@ class WuKongOptions(_TowerOptions):
         [256], "widths of the hidden layers before the vector of the numericals"
     )
     hidden: list[int] = widths([256], "widths of the last MLP's hidden layers")
+    dropout: float = rate(0.0, "rate of the dropout after the hidden layers of blocks and top")
 
 
 AdaptiveActivation = StrEnum("AdaptiveActivation", "prelu dice")
@@ -266,6 +267,7 @@ class DINOptions(_TowerOptions):
         "sum: weights as they are, the paper's; mean: divided by the number of items; softmax: over the items",
     )
     hidden: list[int] = widths([200, 80], "widths of the MLP's hidden layers")
+    dropout: float = rate(0.0, "rate of the dropout after every hidden layer of the MLP")
     activation: AdaptiveActivation = option(
         AdaptiveActivation.prelu,
         "activation of the MLP: prelu, or dice, whose step lies at the mean of the global batch",

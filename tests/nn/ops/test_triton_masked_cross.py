@@ -1,4 +1,4 @@
-"""FCN's cross layers by kernels are as near the exact result as their dtype allows: interpreted here, compiled on a GPU."""
+"""FCN's cross layers by kernels are as near the exact result as plain PyTorch: interpreted here, compiled on a GPU."""
 
 from copy import deepcopy
 
@@ -6,19 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from nn.layers import cross_net
 from nn.layers.cross_net import MaskedCrossLayer
 from nn.layers.pass_state import PassState, attach
 from nn.models.fcn import CrossBranch
 from tests.helpers.gpus import check_same_bits, needs_no_gpu, needs_one_gpu
 
 pytest.importorskip("triton")
-# Of the norm of a result and of gradients. Some masks are so near 0 that a rounding decides whether a gradient passes, and sums
-# over rows nearly cancel.
-TOLERANCE = {
-    torch.float32: (2e-5, 5e-3),
-    torch.bfloat16: (3e-2, 0.2),
-    torch.float16: (4e-3, 0.05),
-}
+EXACT = 2e-5
+"""Of the norm of a result and of gradients."""
+NEAR = {torch.float32: 5e-3, torch.float16: 0.02, torch.bfloat16: 0.06}
+"""Of gradients on a GPU: a rounding may decide whether a mask near 0 passes one, there or in PyTorch alone."""
+TIMES = 2.0
+"""Errors of the kernels over those of PyTorch's operations in the same dtype, beyond that."""
+SIZE = 0.25
+"""Of inputs; three exponential layers make numbers of them that float16 holds."""
 BRANCHES = [(1, 0.0, True), (3, 0.0, True), (3, 0.3, True), (1, 0.0, False), (4, 0.3, False)]
 BRANCHES += [(2, 0.0, False)]
 
@@ -44,42 +46,54 @@ def branch_of(
 
 def outcome(branch: CrossBranch, x: Tensor, *, fused: bool) -> list[Tensor]:
     """Result, and gradients of x and all parameters of the layers."""
-    from nn.ops.triton.cross_net import masked_cross
-
     x, first = (x.detach().requires_grad_(),) * 2
     leaves = [x, *(parameter for layer in branch.layers for parameter in small(layer))]
     for layer in branch.layers:
         factor = x if branch.exponential else first
-        if fused:
-            x = masked_cross(factor, x, layer.dropout.mask, layer.norm.eps, small(layer))
-        else:
-            x = layer(factor, x)
+        x = by_kernel(layer, factor, x) if fused else layer(factor, x)
     weight = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     return [x.detach(), *torch.autograd.grad(x, leaves, weight.to(x))]
+
+
+def by_kernel(layer: MaskedCrossLayer, factor: Tensor, x: Tensor) -> Tensor:
+    from nn.ops.triton.cross_net import masked_cross
+
+    return masked_cross(factor, x, layer.dropout.mask, layer.norm.eps, small(layer))
 
 
 def small(layer: MaskedCrossLayer) -> list[Tensor]:
     return [layer.linear.weight, layer.norm.weight, layer.norm.bias, layer.bias]
 
 
+def plain_outcome(branch: CrossBranch, x: Tensor) -> list[Tensor]:
+    """Return what PyTorch's operations give, each in the dtype of x."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_net, "can_fuse", lambda *_: False)
+        return outcome(deepcopy(branch).to(x.dtype), x, fused=False)
+
+
 def check(
     branch: CrossBranch,
     rows: int,
     device: str,
-    tolerance: tuple[float, float] = (2e-5, 2e-5),
+    near: float = EXACT,
     dtype: torch.dtype = torch.float32,
 ) -> None:
     columns = branch.logit.in_features
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).to(device, dtype)
-    ours = outcome(branch, x, fused=True)
+    x = SIZE * torch.randn(rows, columns, generator=torch.Generator().manual_seed(1))
+    x = x.to(device, dtype)
+    ours, plain = outcome(branch, x, fused=True), plain_outcome(branch, x)
     exact = outcome(deepcopy(branch).double(), x.double(), fused=False)
     names = ["out", "x", *(["weight", "norm's weight", "norm's bias", "bias"] * len(branch.layers))]
     assert [one.dtype for one in ours[:2]] == [dtype] * 2
     assert {one.dtype for one in ours[2:]} == {torch.float32}
-    for name, one, wanted in zip(names, ours, exact, strict=True):
+    for name, one, other, wanted in zip(names, ours, plain, exact, strict=True):
         assert one.shape == wanted.shape
-        error = ((one.double() - wanted).norm() / wanted.norm().clamp(min=1e-6)).item()
-        assert error < tolerance[name != "out"], (rows, columns, name, error)
+        assert (wanted.abs() < torch.finfo(dtype).max).all()
+        size = wanted.norm().clamp(min=1e-6)
+        error, of_plain = (((each - wanted).norm() / size).item() for each in (one, other))
+        limit = TIMES * of_plain + (EXACT if name == "out" else near)
+        assert error < limit, (rows, columns, name, error, of_plain)
 
 
 @needs_no_gpu
@@ -103,18 +117,15 @@ def test_no_rows_give_gradients_of_zero(exponential):
 
 @needs_no_gpu
 def test_rows_that_are_not_adjacent_are_read_where_they_lie():
-    from nn.ops.triton.cross_net import masked_cross
-
     (layer,) = branch_of(20, (1, 0.0, True), "cpu", 3).layers
     x, factor = torch.randn(3, 40).chunk(2, dim=1)
-    found = masked_cross(factor, x, None, layer.norm.eps, small(layer))
-    torch.testing.assert_close(found, layer(factor, x))
+    torch.testing.assert_close(by_kernel(layer, factor, x), layer(factor, x))
 
 
 @needs_one_gpu
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_on_a_gpu_layers_are_exact(branch, dtype, monkeypatch):
+def test_on_a_gpu_layers_are_as_near_as_plain_ones(branch, dtype, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     for columns, rows, dealt in (
         (624, 1, False),
@@ -123,7 +134,7 @@ def test_on_a_gpu_layers_are_exact(branch, dtype, monkeypatch):
         (6_000, 300, False),
     ):
         made = branch_of(columns, branch, "cuda", rows, dealt=dealt)
-        check(made, rows, "cuda", TOLERANCE[dtype], dtype)
+        check(made, rows, "cuda", NEAR[dtype], dtype)
 
 
 @needs_one_gpu
