@@ -1,6 +1,5 @@
 """Results of a sweep: the table of its trials, `trials.csv`, the test of the best one, and `sweep.json`."""
 
-import json
 import shlex
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from rich.table import Table
 from compare.run_record import RunRecord
 from configs.option_values import short_names
 from configs.options import require
-from dataloading.dataset.durable_files import replace_link, replace_text
+from dataloading.dataset.durable_files import replace_json, replace_link
 from nn.observability.records import METRICS
 from sweep.driver import BEST_STEP, IDLE, POLL_SECONDS, PROBLEM, RUN_DIR, STATES
 from sweep.plan import TrialPlan
@@ -134,8 +133,7 @@ def write_sweep(
         **measured,
         "trials": sorted(rows, key=lambda row: row["trial"]),
     }
-    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
-    replace_text(directory / SWEEP, text)
+    replace_json(directory / SWEEP, content)
 
 
 def _text(value: Any) -> str:

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from configs.many_runs_schema import Pruner, Sampler, SweepConfig
 from configs.options import require
 from dataloading.dataset.documents import read_json
-from dataloading.dataset.durable_files import AppendedFile, replace_text
+from dataloading.dataset.durable_files import AppendedFile, replace_json
 from dataloading.dataset.file_states import changed_data
 from nn.models.metric import Metric
 from sweep.proposals import best_until, gains, promising_values, spread_values
@@ -171,16 +171,12 @@ def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:
     """
     path = directory / SETTINGS
     now = json.loads(json.dumps(settings))
-
-    def write(content: dict[str, Any]) -> None:
-        replace_text(path, json.dumps(content, indent=2) + "\n")
-
     if not path.exists():
         require(
             not any(directory.iterdir()),
             f"output={directory} is not empty and holds no sweep; set another output",
         )
-        write(now)
+        replace_json(path, now)
         return
     before = read_json(path)
     data = now.pop(DATA)
@@ -198,7 +194,7 @@ def keep_settings(directory: Path, settings: Mapping[str, Any]) -> None:
             "output, or repeat that one",
         )
     if DATA not in before:  # an earlier version did not record them
-        write(before | {DATA: data})
+        replace_json(path, before | {DATA: data})
 
 
 def check_same_data(directory: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """One trial while it runs: its process, its evaluations as they appear, and how it ends."""
 
-import json
 import math
 import shutil
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from optuna.trial import TrialState
 
 from compare.run_record import RunRecord, State
 from configs.exit_codes import DIVERGED_EXIT_CODE, RESUME_EXIT_CODE
-from dataloading.dataset.durable_files import replace_text
+from dataloading.dataset.durable_files import replace_json
 from nn.models.metric import Metric
 from nn.observability.records import ENDED, METRICS, PRUNED
 from nn.observability.run_lock import is_running
@@ -143,8 +142,7 @@ def evaluations(run: RunRecord, metric: Metric) -> list[tuple[int, float]]:
 
 def mark_pruned(run_dir: Path) -> None:
     """Say in a trial's run directory that its sweep has ended it; the signal that did it says that it could resume."""
-    content = json.dumps({"state": PRUNED, "message": ""}, indent=2) + "\n"
-    replace_text(run_dir / ENDED, content)
+    replace_json(run_dir / ENDED, {"state": PRUNED, "message": ""})
 
 
 def remove_checkpoints(run_dir: Path) -> None:

@@ -5,6 +5,7 @@ All packages use these functions; no other module calls fsync, flock, os.rename 
 
 import errno
 import fcntl
+import json
 import os
 import secrets
 import shutil
@@ -75,6 +76,11 @@ def write_synced(path: Path, text: str) -> None:
 def replace_text(path: Path, text: str, *, synced: bool = True) -> None:
     """Write `text` to `path` by rename, so that `path` holds the text before or the complete new one."""
     replace_bytes(path, text.encode(), synced=synced)
+
+
+def replace_json(path: Path, content: Any) -> None:
+    """Write values of JSON as `replace_text` does; ValueError: a number is nan or infinite."""
+    replace_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def replace_bytes(path: Path, content: bytes, *, synced: bool = True) -> None:

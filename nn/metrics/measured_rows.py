@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -13,6 +14,7 @@ from nn.metrics.grouped_auc import weighted_auc
 from nn.metrics.ranking import BLOCK_ROWS, log_loss_sum, roc_auc
 
 
+@dataclass(eq=False)
 class MeasuredRows:
     """Rows of one task since the last reset; a rank has its own, and the methods return the same numbers on each.
 
@@ -21,17 +23,11 @@ class MeasuredRows:
     float32. `weights`: float32 [n]; None counts every row once. `groups`: int64 [n], ids of `eval.group`; empty without it.
     """
 
-    def __init__(
-        self,
-        predictions: Tensor,
-        labels: Tensor,
-        weights: Tensor | None,
-        groups: Tensor,
-        gather: "RowGather",
-    ) -> None:
-        self.predictions, self.labels = predictions, labels
-        self.weights, self.groups = weights, groups
-        self._gather = gather
+    predictions: Tensor
+    labels: Tensor
+    weights: Tensor | None
+    groups: Tensor
+    _gather: "RowGather"
 
     def sums(self, function: Callable[[Tensor, Tensor, Tensor], list[Tensor]]) -> list[float]:
         """Sum the scalars that a function of (predictions, labels, weights), float64 [m] each, returns, over all ranks.

@@ -195,9 +195,8 @@ def _devices(environment: Mapping[str, Any]) -> str:
 
 
 def print_inference(console: Console, results: Sequence[Mapping[str, Any]]) -> None:
-    table = bare_table()
-    for name in ("batch size", "samples/s", "p50 ms", "p90 ms", "p99 ms"):
-        table.add_column(name, justify="right", no_wrap=True)
+    titles = ("batch size", "samples/s", "p50 ms", "p90 ms", "p99 ms")
+    table = bare_table(numbers=titles)
     for result in results:
         table.add_row(
             f"{result['batch_size']:,}",

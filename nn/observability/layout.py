@@ -18,9 +18,14 @@ def grid(lines: Mapping[str, str | Text]) -> Table:
     return columns
 
 
-def bare_table() -> Table:
-    """Return a table without lines but that below its titles."""
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+def bare_table(texts: Sequence[str] = (), numbers: Sequence[str] = ()) -> Table:
+    """Return a table without lines but that below its titles: columns of texts, which are folded, and of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for name in texts:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def print_columns(console: Console, columns: Table) -> None:

@@ -23,11 +23,7 @@ def size_line(description: Mapping[str, Any]) -> str:
 
 def print_model(console: Console, description: Mapping[str, Any]) -> None:
     """Print one line per component of the dense component, and the sums; model.json lists every layer."""
-    table = bare_table()
-    for name in ("component", "layers"):
-        table.add_column(name, overflow="fold")
-    for name in ("in", "out", "parameters", "FLOP per sample"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = bare_table(["component", "layers"], ["in", "out", "parameters", "FLOP per sample"])
     components: dict[str, list[Mapping[str, Any]]] = {}
     for layer in description["layers"]:
         components.setdefault(layer["name"].partition(".")[0], []).append(layer)

@@ -101,10 +101,7 @@ def print_plan(
     expanded = sum(row.expansion_bytes * len(row.ranks) for row in rows)
     printed = list(_lines(rows))
     unit = "GiB" if bytes_of.total() >= GIB_FROM else "MiB"
-    table = bare_table()
-    table.add_column("table", overflow="fold")
-    for name in ("rows", "dim", "hotness"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = bare_table(["table"], ["rows", "dim", "hotness"])
     for name in ("sharding", "kernel"):
         table.add_column(name, no_wrap=True)
     table.add_column("rank", overflow="fold")

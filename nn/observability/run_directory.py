@@ -27,7 +27,7 @@ from typing import Any
 
 from configs.messages import on_one_line, os_error_text
 from dataloading.dataset.documents import parse_yaml, read_json
-from dataloading.dataset.durable_files import AppendedFile, append_line, replace_text
+from dataloading.dataset.durable_files import AppendedFile, append_line, replace_json, replace_text
 from nn.distributed.errors import StoppedError
 from nn.distributed.process_group import is_lost_peer
 from nn.loggers.background import Loggers
@@ -176,7 +176,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         if self._metrics is None:
             return
         if described:
-            _write_json(self.run_dir / PREDICTIONS, to_json_value(described))
+            replace_json(self.run_dir / PREDICTIONS, to_json_value(described))
         else:
             (self.run_dir / PREDICTIONS).unlink(missing_ok=True)
 
@@ -186,7 +186,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         """Write `importance.json`, as a table `importance.csv` and, with `draw`, `importance.png`."""
         if self._metrics is None:
             return
-        _write_json(self.run_dir / "importance.json", to_json_value(importance))
+        replace_json(self.run_dir / "importance.json", to_json_value(importance))
         replace_text(self.run_dir / "importance.csv", table)
         if draw is not None:
             path = self.run_dir / "importance.png"
@@ -206,7 +206,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             _draw_curves(self.run_dir, self._logger)
         if pictures:
             _draw_predictions(self.run_dir, self._logger)
-        _write_json(self.run_dir / SUMMARY, to_json_value(summary))
+        replace_json(self.run_dir / SUMMARY, to_json_value(summary))
         if self._loggers is not None:
             self._loggers.finish(to_json_value(summary))
 
@@ -223,7 +223,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             "message": LOST_RANK if is_lost else on_one_line(str(error)),
         }
         with suppress(OSError):
-            _write_json(self.run_dir / ENDED, content)
+            replace_json(self.run_dir / ENDED, content)
 
     def write(self, group: str, record: Mapping[str, Any]) -> None:
         """Append a record, whose `step` is the number of finished steps.
@@ -247,15 +247,15 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
 
 def write_model(directory: Path, description: Mapping[str, Any]) -> None:
-    _write_json(directory / MODEL, description)
+    replace_json(directory / MODEL, description)
 
 
 def write_plan(directory: Path, rows: Sequence[TablePlan], memory: Sequence[RankMemory]) -> None:
     """Write `plan.json` and, if there is an estimate for GPUs, `memory.json` to an existing directory."""
-    _write_json(directory / PLAN, [asdict(row) for row in rows])
+    replace_json(directory / PLAN, [asdict(row) for row in rows])
     if memory:
         content = [asdict(rank) | {"total": rank.total} for rank in memory]
-        _write_json(directory / "memory.json", content)
+        replace_json(directory / "memory.json", content)
 
 
 def draw_missing_pictures(run_dir: Path, logger: Logger) -> None:
@@ -288,7 +288,3 @@ def _try_to_draw(path: Path, draw: Callable[[], None], logger: Logger) -> None:
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(to_json_value(record), allow_nan=False)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    replace_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -40,23 +40,19 @@ def _copy_rows(
 def copy_rows(source: Tensor, source_rows: Tensor, target: Tensor, target_rows: Tensor) -> None:
     """Copy rows of a matrix [., D] to distinct rows, int64 [n], of another; either is on the device or in registered memory."""
     width, count = source.shape[1], len(source_rows)
-    if not count:
-        return
+    if count:
+        of_source = source, source_rows, source.stride(0)
+        of_target = target, target_rows, target.stride(0)
+        grid, sizes = _programs(width, count)
+        _copy_rows[grid](*of_source, *of_target, count, width, **sizes)
+
+
+def _programs(width: int, most: int) -> tuple[tuple[int], dict[str, int]]:
+    """Return grid and constants of a kernel that copies at most so many rows."""
     block_d = triton.next_power_of_2(width)
     rows = max(1, ELEMENTS_PER_PROGRAM // block_d)
-    _copy_rows[(min(BLOCKS, triton.cdiv(count, rows)),)](
-        source,
-        source_rows,
-        source.stride(0),
-        target,
-        target_rows,
-        target.stride(0),
-        count,
-        width,
-        ROWS=rows,
-        BLOCK_D=block_d,
-        num_warps=WARPS,
-    )
+    sizes = {"ROWS": rows, "BLOCK_D": block_d, "num_warps": WARPS}
+    return (min(BLOCKS, triton.cdiv(most, rows)),), sizes
 
 
 @triton.jit
@@ -97,19 +93,7 @@ def _exchange_rows(
 def exchange_rows(host: Tensor, arena: Tensor, moves: DeviceMoves) -> None:
     """Swap rows of an arena [., D] with others of registered host memory, of any row stride; no row both enters and returns."""
     width = host.shape[1]
-    block_d = triton.next_power_of_2(width)
-    rows = max(1, ELEMENTS_PER_PROGRAM // block_d)
-    _exchange_rows[(min(BLOCKS, triton.cdiv(len(moves.rows), rows)),)](
-        host,
-        host.stride(0),
-        arena,
-        arena.stride(0),
-        moves.rows,
-        moves.slots,
-        moves.returned,
-        moves.counts,
-        width,
-        ROWS=rows,
-        BLOCK_D=block_d,
-        num_warps=WARPS,
-    )
+    matrices = host, host.stride(0), arena, arena.stride(0)
+    of_moves = moves.rows, moves.slots, moves.returned, moves.counts
+    grid, sizes = _programs(width, len(moves.rows))
+    _exchange_rows[grid](*matrices, *of_moves, width, **sizes)

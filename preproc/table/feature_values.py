@@ -5,6 +5,7 @@ per value, and into ids; the ids are then written by `preproc/table/output_files
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -66,21 +67,19 @@ class FeatureValues(Protocol):
         """Return what reads the ids of some rows."""
 
 
+@dataclass(frozen=True, slots=True)
 class TextValues:
     """Texts: relation `encoded_<i>` holds the ids of all rows."""
 
-    def __init__(
-        self, features: list[Categorical], write: Write, exploded: Callable[[str], str]
-    ) -> None:
-        self._features = features
-        self._write = write
-        self._exploded = exploded
+    features: list[Categorical]
+    write: Write
+    exploded: Callable[[str], str]
 
     def _values(self, number: int) -> str:
         """Return the relation of the values: `items_<number>`, a row per value, for a list."""
-        if not self._features[number].is_list:
+        if not self.features[number].is_list:
             return f"(SELECT row_, c{number} AS value FROM rows_)"
-        self._write(f"items_{number}", self._exploded(f"c{number}"))
+        self.write(f"items_{number}", self.exploded(f"c{number}"))
         return f"items_{number}"
 
     def counts(self, number: int, rows: range) -> str:
@@ -95,44 +94,42 @@ class TextValues:
 
     def find_ids(self, number: int, vocabulary: str, owner: Categorical) -> None:
         """Write them in the order of rows; those of lists have a `position_` too."""
-        position = ", r.position_" if self._features[number].is_list else ""
+        position = ", r.position_" if self.features[number].is_list else ""
         found = look_up("r.value", "v", vocabulary, owner)
         query = (
             f"SELECT r.row_{position}, CASE WHEN r.value IS NULL THEN {NO_VALUE} ELSE {found.id} END AS id "
             f"FROM {self._values(number)} AS r {found.join} ORDER BY r.row_{position}"
         )
-        self._write(f"encoded_{number}", query)
+        self.write(f"encoded_{number}", query)
 
     def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
         return look_up(f"r.{column}", f"v{number}_", vocabulary, owner)
 
     def reader_of_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> ReadIds:
-        is_list = self._features[number].is_list
+        is_list = self.features[number].is_list
         return partial(files.read_ids, f"encoded_{number}", feature, is_list)
 
 
+@dataclass(frozen=True, slots=True)
 class CodedValues:
     """Codes: relation `texts_c<i>` (code, value) lists the values, and `ids_<i>` the ids of all codes in any order."""
 
-    def __init__(
-        self, features: list[Categorical], write: Write, count: Callable[[int, range], str]
-    ) -> None:
-        self._features = features
-        self._write = write
-        self._count = count
+    features: list[Categorical]
+    write: Write
+    count: Callable[[int, range], str]
 
     def counts(self, number: int, rows: range) -> str:
         """Count the codes, then add up those of a value."""
-        return merge_counts(self._count(number, rows))
+        return merge_counts(self.count(number, rows))
 
     def num_rows(self, number: int, rows: range) -> str:
         column = f"c{number}"
-        if self._features[number].is_list:
+        if self.features[number].is_list:
             column = f"nullif(list_count({column}), 0)"
         return f"SELECT count({column}) FROM {rows_of(rows)}"
 
     def find_ids(self, number: int, vocabulary: str, owner: Categorical) -> None:
-        self._write(f"ids_{number}", ids_of_codes(f"texts_c{number}", vocabulary, owner))
+        self.write(f"ids_{number}", ids_of_codes(f"texts_c{number}", vocabulary, owner))
 
     def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
         code, texts, ids = f"r.{column}", f"t{number}_", f"v{number}_"
