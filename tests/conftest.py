@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Tests start some hundred processes. Without stored bytecode each would compile torch, TorchRec and the project again.
@@ -237,3 +238,12 @@ def _num_workers(config: pytest.Config) -> int:
         return 0
     cores = os.cpu_count() or 1
     return cores if "doors" in config.option.markexpr else min(WORKERS, 2 * cores)
+
+
+@pytest.fixture
+def set_tf32() -> Iterator[Callable[[bool], None]]:
+    """Set whether products of float32 may be TF32, until the test ends; `monkeypatch` would delete what torch only computes."""
+    matmul = torch.backends.cuda.matmul
+    kept = matmul.allow_tf32
+    yield lambda allow: setattr(matmul, "allow_tf32", allow)
+    matmul.allow_tf32 = kept

@@ -125,8 +125,8 @@ def test_rows_that_are_not_adjacent_are_read_where_they_lie():
 @needs_one_gpu
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("branch", BRANCHES)
-def test_on_a_gpu_layers_are_as_near_as_plain_ones(branch, dtype, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def test_on_a_gpu_layers_are_as_near_as_plain_ones(branch, dtype, set_tf32):
+    set_tf32(False)
     for columns, rows, dealt in (
         (624, 1, False),
         (624, 1_111, True),
