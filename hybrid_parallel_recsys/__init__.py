@@ -13,37 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     # In a wheel, which this is for, they lie there.
-    from hybrid_parallel_recsys.configs.options import option
-    from hybrid_parallel_recsys.configs.schema import ModelConfig
-    from hybrid_parallel_recsys.dataloading.dataset.dataset_directory import write_dataset
-    from hybrid_parallel_recsys.nn.embedding.optimizer import StateField, TableRule
-    from hybrid_parallel_recsys.nn.library.loaded_run import Run
-    from hybrid_parallel_recsys.nn.library.options import options
-    from hybrid_parallel_recsys.nn.library.own_training import Training
-    from hybrid_parallel_recsys.nn.loggers.run_logger import RunLogger
-    from hybrid_parallel_recsys.nn.models.metric import Metric
-    from hybrid_parallel_recsys.nn.models.model import Model
-    from hybrid_parallel_recsys.nn.observers.observer import Observer
-    from hybrid_parallel_recsys.nn.training.dense_optimizer import DenseRule
-    from hybrid_parallel_recsys.preproc.frames import describe, preprocess
+    from hybrid_parallel_recsys.configs.options import option as option
+    from hybrid_parallel_recsys.configs.schema import ModelConfig as ModelConfig
+    from hybrid_parallel_recsys.dataloading.dataset.dataset_directory import (
+        write_dataset as write_dataset,
+    )
+    from hybrid_parallel_recsys.nn.embedding.optimizer import StateField as StateField
+    from hybrid_parallel_recsys.nn.embedding.optimizer import TableRule as TableRule
+    from hybrid_parallel_recsys.nn.library.loaded_run import Run as Run
+    from hybrid_parallel_recsys.nn.library.options import options as options
+    from hybrid_parallel_recsys.nn.library.own_training import Training as Training
+    from hybrid_parallel_recsys.nn.loggers.run_logger import RunLogger as RunLogger
+    from hybrid_parallel_recsys.nn.models.metric import Metric as Metric
+    from hybrid_parallel_recsys.nn.models.model import Model as Model
+    from hybrid_parallel_recsys.nn.observers.observer import Observer as Observer
+    from hybrid_parallel_recsys.nn.training.dense_optimizer import DenseRule as DenseRule
+    from hybrid_parallel_recsys.preproc.frames import describe as describe
+    from hybrid_parallel_recsys.preproc.frames import preprocess as preprocess
 
-__all__ = [
-    "DenseRule",
-    "Metric",
-    "Model",
-    "ModelConfig",
-    "Observer",
-    "Run",
-    "RunLogger",
-    "StateField",
-    "TableRule",
-    "Training",
-    "describe",
-    "option",
-    "options",
-    "preprocess",
-    "write_dataset",
-]
 MODULES = {
     "DenseRule": "nn.training.dense_optimizer",
     "Metric": "nn.models.metric",
@@ -61,6 +48,7 @@ MODULES = {
     "preprocess": "preproc.frames",
     "write_dataset": "dataloading.dataset.dataset_directory",
 }
+__all__ = list(MODULES)
 PACKAGES = ("configs", "dataloading", "preproc", "nn")
 """What a program that uses them imports; commands have processes of their own."""
 HERE = Path(__file__).resolve().parent
