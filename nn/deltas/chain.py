@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from nn.checkpoint.directory import NewerFormatError, list_checkpoints
+from nn.checkpoint.directory import NewerFormatError, list_checkpoints, step_of
 from nn.checkpoint.tensor_index import UnreadableError
 from nn.deltas.delta import Delta, Link, read_delta
 
@@ -47,9 +47,7 @@ def _listed(base: Link, paths: Sequence[str]) -> list[Path]:
             raise ValueError(
                 f"deltas: {path} is no delta and holds none; name a run's deltas/, or some of its deltas/step_N"
             )
-        listed += [
-            one for one in reversed(inside) if int(one.name.removeprefix("step_")) > base.step
-        ]
+        listed += [one for one in reversed(inside) if step_of(one) > base.step]
     return listed
 
 

@@ -39,24 +39,11 @@ class LoadResult:
     ) -> "LoadResult":
         latencies = np.array(measured.latencies) * 1e3
         count = len(latencies)
-        p50, p90, p95, p99 = (
-            float(value) for value in np.quantile(latencies, [0.5, 0.9, 0.95, 0.99])
-        )
-        return cls(
-            batch,
-            concurrency,
-            rate,
-            count,
-            measured.failed,
-            count * batch / measured.seconds,
-            float(latencies.mean()),
-            p50,
-            p90,
-            p95,
-            p99,
-            measured.client_seconds * 1e3 / (count + measured.failed),
-            server_ms,
-        )
+        rows_per_s, mean_ms = count * batch / measured.seconds, float(latencies.mean())
+        p50, p90, p95, p99 = np.quantile(latencies, [0.5, 0.9, 0.95, 0.99]).tolist()
+        client_ms = measured.client_seconds * 1e3 / (count + measured.failed)
+        counts = (batch, concurrency, rate, count, measured.failed)
+        return cls(*counts, rows_per_s, mean_ms, p50, p90, p95, p99, client_ms, server_ms)
 
     @property
     def load(self) -> str:

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pyarrow.compute as pc
+
 from configs.messages import shown
 from configs.table_schema import (
     Categorical,
@@ -278,9 +280,7 @@ def _values(state: FittedState, feature: str) -> Iterator[list[str | None]]:
     columns = ["value", "retired"] if state.has_days(feature) else ["value"]
     with open_file(state.directory / vocabulary_name(feature)) as file:
         for batch in file.iter_batches(BATCH_ROWS, columns=columns):
-            values = batch.column("value").to_pylist()
-            retired = batch.column(1).to_pylist() if len(columns) > 1 else [False] * len(values)
-            yield [
-                None if is_retired else value
-                for value, is_retired in zip(values, retired, strict=True)
-            ]
+            values = batch["value"]
+            if "retired" in columns:
+                values = pc.if_else(batch["retired"], None, values)
+            yield values.to_pylist()
