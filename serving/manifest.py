@@ -192,7 +192,8 @@ class Manifest:
     @property
     def inputs(self) -> list[dict[str, Any]]:
         """Inputs of features, as metadata lists them; ids of 64 bits are accepted too."""
-        ids = "INT32" if self.has_short_ids else "INT64"
+        are_short = all(feature.cardinality <= 2**31 for feature in self.categorical)
+        ids = "INT32" if are_short and not self.keys else "INT64"
         inputs = []
         if self.numerical:
             inputs.append((NUMERICAL, "FP32", [-1, len(self.numerical)]))
@@ -205,11 +206,6 @@ class Manifest:
     @property
     def id_columns(self) -> int:
         return sum(feature.hotness or 0 for feature in self.fixed)
-
-    @property
-    def has_short_ids(self) -> bool:
-        """True if all ids fit into 32 bits, and none are raw keys."""
-        return not self.keys and all(feature.cardinality <= 2**31 for feature in self.categorical)
 
     def id_slices(self) -> dict[str, slice]:
         """Return the columns of each feature of fixed hotness in the matrix of ids."""
