@@ -75,12 +75,7 @@ def _style(index: int, colors: Sequence[Any], names: Sequence[str]) -> dict[str,
 
 
 def _draw(
-    axes: Any,
-    line: tuple[np.ndarray, np.ndarray],
-    run: RunRecord,
-    *,
-    has_dots: bool,
-    **style: Any,
+    axes: Any, line: tuple[np.ndarray, np.ndarray], run: RunRecord, *, has_dots: bool, **style: Any
 ) -> None:
     steps, values = line
     if not len(values):

@@ -429,11 +429,7 @@ def _loader_settings(config: Config, **own: Any) -> LoaderSettings:
 
 
 def loader_of_rank(
-    source: Source,
-    split: str,
-    settings: LoaderSettings,
-    ranks: Ranks,
-    key_maps: "KeyMaps | None",
+    source: Source, split: str, settings: LoaderSettings, ranks: Ranks, key_maps: "KeyMaps | None"
 ) -> Loader:
     return Loader(
         source,

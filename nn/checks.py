@@ -6,14 +6,7 @@ import torch
 from configs.schema import Config, Fp8, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Source
-from nn.build import (
-    TRAIN_SPLIT,
-    Loaders,
-    check_nodes,
-    device_type,
-    open_source,
-    planned_hardware,
-)
+from nn.build import TRAIN_SPLIT, Loaders, check_nodes, device_type, open_source, planned_hardware
 from nn.distributed.process_group import Ranks, launcher_restarts
 from nn.embedding.optimizer import check_table_rule, table_rule
 from nn.embedding.pretrained import check_pretrained

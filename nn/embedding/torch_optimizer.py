@@ -13,14 +13,7 @@ from torch import Tensor, nn
 
 from configs.schema import OptimizerConfig
 from nn.embedding.local_tables import LocalTable
-from nn.embedding.optimizer import (
-    Group,
-    States,
-    TableRule,
-    Tensors,
-    table_rule,
-    update_settings,
-)
+from nn.embedding.optimizer import Group, States, TableRule, Tensors, table_rule, update_settings
 from nn.ops.addresses import join_adjacent
 from nn.ops.stochastic_rounding import random_bits, round_stochastically
 

@@ -91,11 +91,7 @@ def write_npy(path: Path, array: Array) -> WrittenArray:
     if array.dtype == "bfloat16":
         array = array.as_float32()
     with path.open("xb") as stream:
-        header = {
-            "descr": DTYPES[array.dtype].str,
-            "fortran_order": False,
-            "shape": array.size,
-        }
+        header = {"descr": DTYPES[array.dtype].str, "fortran_order": False, "shape": array.size}
         np.lib.format.write_array_header_1_0(stream, header)
         start = stream.tell()
         return WrittenArray(

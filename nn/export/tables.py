@@ -164,10 +164,7 @@ def _write(
 
 def _arrays(index: Exported, table: str, optimizer: bool) -> dict[str, Array]:
     weight = _table(index, table)
-    arrays = {
-        ID: Array("int64", weight.size[:1], _ids(weight.size[0])),
-        "weight": Array.of(weight),
-    }
+    arrays = {ID: Array("int64", weight.size[:1], _ids(weight.size[0])), "weight": Array.of(weight)}
     for name, state in index.tensors.items():
         kind = name.removeprefix(f"tables.{table}.")
         if optimizer and kind not in (name, "weight") and "." not in kind:

@@ -85,11 +85,7 @@ def print_header(
         for name in ("python", "torch", "torchrec", "fbgemm", "cuda")
         if environment[name] is not None
     ]
-    lines = {
-        "started": started,
-        "versions": ", ".join(versions),
-        "devices": _devices(environment),
-    }
+    lines = {"started": started, "versions": ", ".join(versions), "devices": _devices(environment)}
     if gpus := environment.get("gpus"):
         lines["GPUs"] = topology_text(gpus) + " (first host)" * (environment["num_hosts"] > 1)
     lines |= facts

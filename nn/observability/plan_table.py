@@ -84,10 +84,7 @@ def _lines(tables: Sequence[TablePlan]) -> Iterator[tuple[str, list[TablePlan]]]
 
 
 def print_plan(
-    console: Console,
-    rows: Sequence[TablePlan],
-    world_size: int,
-    beside: "BesidePlan | None" = None,
+    console: Console, rows: Sequence[TablePlan], world_size: int, beside: "BesidePlan | None" = None
 ) -> None:
     """Print the placement of tables and the balance over ranks.
 

@@ -78,12 +78,7 @@ class Profiler(Observer):
     """
 
     def __init__(
-        self,
-        config: ProfileConfig,
-        start_step: int,
-        run_dir: Path,
-        console: Console,
-        ranks: Ranks,
+        self, config: ProfileConfig, start_step: int, run_dir: Path, console: Console, ranks: Ranks
     ) -> None:
         self.steps = profiled_steps(config, start_step)
         self._num_steps = config.steps

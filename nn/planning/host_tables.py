@@ -59,9 +59,7 @@ def live_rows_of(
 
 
 def chosen_host_tables(
-    declared: Sequence[EmbeddingBagConfig],
-    config: ShardingConfig,
-    live_rows: Mapping[str, int],
+    declared: Sequence[EmbeddingBagConfig], config: ShardingConfig, live_rows: Mapping[str, int]
 ) -> dict[str, HostTable]:
     return {
         table: HostTable(

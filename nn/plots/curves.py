@@ -288,10 +288,7 @@ def _mark_restored(axes: Any, header: Mapping[str, Any], line: Series) -> None:
 
 
 def _finish(
-    axes: Any,
-    lines: Mapping[str, Series],
-    *further: Series,
-    from_zero: bool = False,
+    axes: Any, lines: Mapping[str, Series], *further: Series, from_zero: bool = False
 ) -> None:
     """Set y range and legend, mark points outside the frame, or label an empty panel.
 

@@ -166,13 +166,7 @@ class RankTables:
     ) -> LocalEmbeddingBags:
         """Return what looks up tables and updates them by the optimizer."""
         return LocalEmbeddingBags(
-            tables,
-            blocks,
-            num_samples,
-            self.config,
-            self.scalars,
-            self.dtype,
-            self.ranks.device,
+            tables, blocks, num_samples, self.config, self.scalars, self.dtype, self.ranks.device
         )
 
     def adding_bags(

@@ -40,10 +40,7 @@ class RankGroup:
         here = sizes[self.rank]
         received = numbers.new_empty(here * self.size)
         channel(
-            received,
-            numbers,
-            self._of_all_ranks([here] * self.size),
-            self._of_all_ranks(sizes),
+            received, numbers, self._of_all_ranks([here] * self.size), self._of_all_ranks(sizes)
         )
         return received
 

@@ -132,12 +132,7 @@ class RowRequests:
             else:
                 in_tier.append(of_memory)
         requested = RequestedIds(
-            local,
-            position.to(arrived.dtype),
-            rows.order,
-            on_device,
-            merged_keys,
-            merged_order,
+            local, position.to(arrived.dtype), rows.order, on_device, merged_keys, merged_order
         )
         return requested, in_tier, overflows
 

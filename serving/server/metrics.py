@@ -65,11 +65,7 @@ class Metrics:
         self._batch_rows.observe(num_rows)
         self._batch_seconds.observe(seconds)
 
-    def text(
-        self,
-        shares: Sequence[tuple[Version, float]],
-        gauges: Gauges,
-    ) -> bytes:
+    def text(self, shares: Sequence[tuple[Version, float]], gauges: Gauges) -> bytes:
         """Return all metrics; a gauge whose name ends with `_total` is a counter."""
         self._version.clear()
         serving = []

@@ -99,10 +99,7 @@ def _write_ensemble(
     else:
         message |= _python(_parameters(config, "dense", manifest))
         _write_model(root / dense, message, directory, [DENSE])
-    steps = [
-        _step(sparse, ids, [embeddings]),
-        _step(dense, inputs, _scores(manifest)),
-    ]
+    steps = [_step(sparse, ids, [embeddings]), _step(dense, inputs, _scores(manifest))]
     joined = {
         "name": name,
         "platform": "ensemble",
