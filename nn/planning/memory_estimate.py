@@ -67,11 +67,7 @@ class RankMemory:
 
 
 def plan_memory(
-    config: Config,
-    spec: FeatureSpec,
-    plan: Sequence[TablePlan],
-    world_size: int,
-    dense_states: int,
+    config: Config, spec: FeatureSpec, plan: Sequence[TablePlan], world_size: int, dense_states: int
 ) -> list[RankMemory]:
     """Estimate the peak of the GPU of every rank of a group, which are all ranks without groups, while training."""
     group_size = config.sharding.group_size or world_size
@@ -102,7 +98,9 @@ def plan_memory(
     partial_bytes = batch * group_size * partial_columns * sent_bytes
     forward_bytes = _forward_values(config, model, batch, eval_batch) * activation_bytes
     works = [_work_of(rank, others, features, global_batch, batch) for rank in range(group_size)]
-    in_hops = config.sharding.two_hops * _between_hops(local, works, sent_bytes)
+    # The exchange of most bytes: sorted for the first hop, as it arrives, and sorted for the second.
+    largest = max([local, *(work.elements * sent_bytes for work in works)])
+    in_hops = config.sharding.two_hops * 3 * largest
     memories = []
     for rank, work in enumerate(works):
         held = [table for table in plan if rank in table.ranks]
@@ -356,11 +354,6 @@ def _ids_of_tables(
         numbers = keys if count.hotness else 2 * keys + 2
         ids[name] = _Ids(keys, numbers, not count.hotness)
     return {table.name: {name: ids[name] for name in table.feature_names} for table in declared}
-
-
-def _between_hops(local: int, works: Sequence[_SparseWork], sent_bytes: int) -> int:
-    """Return the memory of the exchange of most bytes: sorted for the first hop, as it arrives, and sorted for the second."""
-    return 3 * max([local, *(work.elements * sent_bytes for work in works)])
 
 
 def _work_of(
