@@ -315,9 +315,7 @@ def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn
 
 @contextmanager
 def errors_end_command(
-    where: str = UNKNOWN_FILE,
-    more: str = "",
-    interrupted: str = RERUN,
+    where: str = UNKNOWN_FILE, more: str = "", interrupted: str = RERUN
 ) -> Iterator[None]:
     """End the process with one message after a user error, an error of the system, or Ctrl-C.
 

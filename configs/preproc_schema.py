@@ -209,8 +209,7 @@ class PreprocConfig(Section):
             "no path: set path=DIR, the directory to convert",
         )
         require(
-            self.output is not None,
-            "no output: set output=DIR, the dataset directory to write",
+            self.output is not None, "no output: set output=DIR, the dataset directory to write"
         )
         require(
             (self.mode in (Mode.transform, Mode.extend)) == (self.fitted is not None),

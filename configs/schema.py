@@ -80,10 +80,7 @@ CheckpointPart = StrEnum("CheckpointPart", "dense tables optimizer")
 DeltaType = StrEnum("DeltaType", "table bf16 int8 int4")
 Division = StrEnum("Division", "closed open")
 """Divisions of MLPerf: the benchmark's own training method, or any other."""
-RENAMED = {
-    "stage": "day",
-    "sharding.staged_gib": "sharding.read_ahead_gib",
-}
+RENAMED = {"stage": "day", "sharding.staged_gib": "sharding.read_ahead_gib"}
 """Options of earlier versions, and their names now; 0.4.0 refuses them."""
 DayToTrain = StrEnum("DayToTrain", "next")
 Device = StrEnum("Device", "auto cpu cuda")
@@ -300,8 +297,7 @@ class ModelConfig(Section):
     section = "model"
 
     name: str = option(
-        "dlrm",
-        f"{', '.join(MODELS)}, or package.module:Class for a model of your own",
+        "dlrm", f"{', '.join(MODELS)}, or package.module:Class for a model of your own"
     )
     embedding_dim: int = option(128, "columns of every table", most=MOST_COLUMNS, gt=0)
     embedding_dtype: TableDtype = option(
@@ -386,10 +382,7 @@ class OptimizerConfig(Section):
 
     section = "optimizer"
 
-    name: str = option(
-        "sgd",
-        f"{', '.join(OptimizerName)}, or package.module:NAME of a DenseRule",
-    )
+    name: str = option("sgd", f"{', '.join(OptimizerName)}, or package.module:NAME of a DenseRule")
     lr: float = option(24.0, "peak learning rate, reached after scheduler.warmup_steps", gt=0)
     embedding_name: str | None = option(
         None,
@@ -479,10 +472,7 @@ class OptimizerConfig(Section):
                 isinstance(value, int | float) and not isinstance(value, bool),
                 f"{key} must be a number, got {value}",
             )
-            require(
-                name != "table_lr",
-                f"{key} is optimizer.embedding_lr; set that",
-            )
+            require(name != "table_lr", f"{key} is optimizer.embedding_lr; set that")
             require(name != "nesterov" or value in (0, 1), f"{key} must be 0 or 1, got {value}")
             if name in known:
                 check_bounds(key, value, known[name][1], float)
@@ -1123,8 +1113,7 @@ class LogConfig(Section):
         "your own (docs/operations.md#loggers)",
     )
     observers: list[str] = option(
-        [],
-        "observers of the training loop, each package.module:NAME (docs/library.md#observers)",
+        [], "observers of the training loop, each package.module:NAME (docs/library.md#observers)"
     )
     prometheus: str | None = option(
         None, "file NAME.prom of node-exporter's textfile collector (docs/operations.md)", path=True

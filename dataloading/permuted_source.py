@@ -5,14 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from dataloading.dataset.source import (
-    BatchTarget,
-    Columns,
-    DerivedSource,
-    Keys,
-    Source,
-    joined,
-)
+from dataloading.dataset.source import BatchTarget, Columns, DerivedSource, Keys, Source, joined
 from dataloading.gather import expand
 
 BLOCK_ROWS = 1 << 24

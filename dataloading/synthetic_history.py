@@ -42,10 +42,7 @@ class SyntheticHistory:
     """
 
     def __init__(
-        self,
-        liked: Sequence[CategoricalFeature],
-        stream: SyntheticConfig,
-        key: Callable[..., int],
+        self, liked: Sequence[CategoricalFeature], stream: SyntheticConfig, key: Callable[..., int]
     ) -> None:
         self.features = tuple(
             replace(

@@ -258,12 +258,7 @@ class TransformedRows:
         }
 
     def _ids(
-        self,
-        values: pa.Array,
-        feature: Categorical,
-        stored: CategoricalFeature,
-        *,
-        is_first: bool,
+        self, values: pa.Array, feature: Categorical, stored: CategoricalFeature, *, is_first: bool
     ) -> pa.Array:
         """Return the ids of a feature, or lists of them; of the first rows, refuse values that are written in another way."""
         owners = {other.name: other for other in self._table.categorical}

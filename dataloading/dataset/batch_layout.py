@@ -85,11 +85,7 @@ class BatchLayout:
     """
 
     def __init__(
-        self,
-        spec: FeatureSpec,
-        rows: int,
-        counts: Mapping[str, IdCount],
-        doublings: Doublings = (),
+        self, spec: FeatureSpec, rows: int, counts: Mapping[str, IdCount], doublings: Doublings = ()
     ) -> None:
         self.spec, self.rows, self.counts, self.doublings = spec, rows, counts, doublings
         sizes = [count.sent_size(rows) for count in counts.values()]

@@ -66,10 +66,7 @@ class DatasetWriter:
         return self._splits[split]
 
     def append_events(
-        self,
-        *,
-        ids: Mapping[str, np.ndarray],
-        events: Mapping[str, np.ndarray] | None = None,
+        self, *, ids: Mapping[str, np.ndarray], events: Mapping[str, np.ndarray] | None = None
     ) -> None:
         """Append events of one or more groups, of which `slices` of any split's rows may then be appended.
 

@@ -17,12 +17,7 @@ import numpy as np
 from configs.messages import shown
 from dataloading.dataset.documents import read_yaml, resolved
 from dataloading.dataset.row_columns import LABEL_DTYPES, Channel, RowColumn
-from dataloading.dataset.sequences import (
-    MOMENT_DTYPE,
-    EventColumn,
-    EventPools,
-    SequenceGroup,
-)
+from dataloading.dataset.sequences import MOMENT_DTYPE, EventColumn, EventPools, SequenceGroup
 from dataloading.dataset.split_files import (
     OFFSET_DTYPE,
     SPLITS,

@@ -46,10 +46,7 @@ class DIN(Model):
             ]
             num_others = len(history.others) * self._dim + len(self._numbers)
         self.attention = TargetAttention(
-            self._columns,
-            self._attended,
-            options.attention_hidden,
-            options.attention_pooling.value,
+            self._columns, self._attended, options.attention_hidden, options.attention_pooling.value
         )
         self.top = AdaptiveMLP(
             item_columns + self._columns + num_others,

@@ -73,11 +73,7 @@ class WithPooledEvents(Wrapper):
     """
 
     def __init__(
-        self,
-        model: Model,
-        declared: Tables,
-        options: ModelConfig,
-        spec: FeatureSpec,
+        self, model: Model, declared: Tables, options: ModelConfig, spec: FeatureSpec
     ) -> None:
         super().__init__(model)
         how, self._weights = options.sequence_pooling, options.event_weights

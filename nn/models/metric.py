@@ -72,24 +72,11 @@ AUC = Metric(
     undefined="undefined (all labels are the same)",
     while_training=True,
 )
-GAUC = Metric(
-    name="gauc",
-    title="GAUC",
-    undefined="undefined (no group has both labels)",
-)
-PR_AUC = Metric(
-    name="pr_auc",
-    title="PR-AUC",
-    undefined="undefined (no label is 1)",
-)
+GAUC = Metric(name="gauc", title="GAUC", undefined="undefined (no group has both labels)")
+PR_AUC = Metric(name="pr_auc", title="PR-AUC", undefined="undefined (no label is 1)")
 METRICS = (
     AUC,
-    Metric(
-        name="log_loss",
-        title="log loss",
-        is_default=True,
-        larger_is_better=False,
-    ),
+    Metric(name="log_loss", title="log loss", is_default=True, larger_is_better=False),
     GAUC,
     PR_AUC,
     Metric(
@@ -112,12 +99,7 @@ METRICS = (
         while_training=True,
         larger_is_better=False,
     ),
-    Metric(
-        name="mae",
-        title="MAE",
-        is_binary=False,
-        larger_is_better=False,
-    ),
+    Metric(name="mae", title="MAE", is_binary=False, larger_is_better=False),
 )
 """The project's metrics, in the order of the records. `eval.metrics` names further ones, and `eval.group` measures `GAUC`."""
 

@@ -43,8 +43,7 @@ class _TwoMLPOptions(ModelConfig):
 
     def check_relations(self) -> None:
         require(
-            self.top_mlp[-1] == 1,
-            f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}",
+            self.top_mlp[-1] == 1, f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}"
         )
 
 

@@ -67,9 +67,7 @@ def find_model(name: str) -> type[Model]:
 
 
 def typed_config(
-    composed: DictConfig,
-    written: Sequence[WrittenOption] = (),
-    common: Config | None = None,
+    composed: DictConfig, written: Sequence[WrittenOption] = (), common: Config | None = None
 ) -> Config:
     """Return the typed options of a run, including those of its model; every check of options runs here.
 

@@ -74,13 +74,7 @@ class WithProjections(Wrapper):
     `declared`: its tables with its own widths. `tables`: those of `tables_of_widths`.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        declared: Tables,
-        tables: Tables,
-        spec: FeatureSpec,
-    ) -> None:
+    def __init__(self, model: Model, declared: Tables, tables: Tables, spec: FeatureSpec) -> None:
         super().__init__(model)
         self.projections = nn.ModuleDict()
         lookups = lookups_of(tables, spec)

@@ -14,15 +14,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
 from nn.layers.bce_loss import bce_loss_share
 from nn.layers.task_losses import distilled_losses, loss_of, mean_share
-from nn.models.metric import (
-    AUC,
-    GAUC,
-    METRICS,
-    Metric,
-    best_of,
-    further_metrics,
-    metrics_of_label,
-)
+from nn.models.metric import AUC, GAUC, METRICS, Metric, best_of, further_metrics, metrics_of_label
 
 # B: samples, T: tasks
 

@@ -343,8 +343,7 @@ class Staging:
                         f"{file.path}: {reason}; correct it, or write it again"
                     ) from None
         self._refuse_expression(
-            base,
-            lambda query: bool(self._engine.rows(f"SELECT count(x_) FROM ({query})")),
+            base, lambda query: bool(self._engine.rows(f"SELECT count(x_) FROM ({query})"))
         )
         for files in self.sources.values():
             refuse_damaged(files.files)
