@@ -108,9 +108,7 @@ def columns_of(sql: str) -> list[str]:
     return list(names)
 
 
-READS_TABLE = re.compile(
-    r'"type": "BASE_TABLE"|"function_name": "(read_|query|glob|duckdb_|\w+_scan)'
-)
+READS_FILE = re.compile(r'"function_name": "(read_|query|glob|duckdb_|\w+_scan)')
 
 
 def reads_other_rows(sql: str) -> bool:
@@ -118,10 +116,29 @@ def reads_other_rows(sql: str) -> bool:
     if not re.search(r"\b(over|from|table)\b", sql, re.IGNORECASE):
         return False
     try:
-        tree = json.dumps(_parsed(sql))
+        tree = _parsed(sql)
+        text = json.dumps(tree)
+        return '"class": "WINDOW"' in text or bool(READS_FILE.search(text)) or _reads_table(tree)
     except (ValueError, RecursionError):
         return False
-    return '"class": "WINDOW"' in tree or READS_TABLE.search(tree) is not None
+
+
+def _reads_table(node: Any, queries: frozenset[str] = frozenset()) -> bool:
+    """Return whether a part reads a table other than `queries`, the names that the WITHs around it define."""
+    if isinstance(node, list):
+        return any(_reads_table(below, queries) for below in node)
+    if not isinstance(node, dict):
+        return False
+    if node.get("type") == "BASE_TABLE":
+        return bool(node["schema_name"]) or node["table_name"].lower() not in queries
+    if node.get("type") == "RECURSIVE_CTE_NODE":
+        queries |= {node["cte_name"].lower()}
+    for query in node.get("cte_map", {"map": []})["map"]:
+        # Before its own name is known: without RECURSIVE a query that names itself reads a table.
+        if _reads_table(query["value"], queries):
+            return True
+        queries |= {query["key"].lower()}
+    return any(_reads_table(below, queries) for key, below in node.items() if key != "cte_map")
 
 
 def of_many_rows(query: str) -> set[str]:
