@@ -291,11 +291,7 @@ def count_all_to_all(
         for feature in spec.categorical
         if feature.name in of_feature
     )
-    return {
-        "ids": remote_share * ID_BYTES * ids,
-        "embeddings": one_way,
-        "gradients": one_way,
-    }
+    return {"ids": remote_share * ID_BYTES * ids, "embeddings": one_way, "gradients": one_way}
 
 
 def power_law_shares(exponent: float) -> ShareOf:

@@ -82,13 +82,7 @@ def uniform_(parameter: Tensor, low: float, high: float, generator: torch.Genera
 
 @torch.no_grad()
 def fill_uniform_(
-    out: Tensor,
-    *,
-    seed: int,
-    table: str,
-    row_offset: int = 0,
-    col_offset: int = 0,
-    bound: float,
+    out: Tensor, *, seed: int, table: str, row_offset: int = 0, col_offset: int = 0, bound: float
 ) -> None:
     """Fill one shard of a table with its initial weights.
 

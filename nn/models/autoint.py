@@ -36,9 +36,12 @@ class AutoInt(VectorModel):
         self._inputs, self._columns, self._heads = inputs, columns, options.heads
 
     def activations(self) -> Activations:
-        """Return what a layer keeps, inputs, projections and without kernels attention, and operations of its products."""
+        """Return what a layer keeps, inputs, projections and without kernels attention, and operations of its products.
+
+        The gradients of one layer's projections lie beside them.
+        """
         count, columns = self.vectors.num_features, self._columns
-        kept = sum(before + 4 * columns for before in self._inputs) * count
+        kept = (sum(before + 4 * columns for before in self._inputs) + 4 * columns) * count
         if not fields_fit(count, columns // self._heads):
             kept += len(self._inputs) * (2 * self._heads * count + columns) * count
         pairs = len(self._inputs) * 4 * count**2 * columns

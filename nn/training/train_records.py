@@ -23,12 +23,7 @@ class TrainRecords:
     """
 
     def __init__(
-        self,
-        step: TrainStep,
-        state: LoopState,
-        ranks: Ranks,
-        *,
-        has_weights: bool,
+        self, step: TrainStep, state: LoopState, ranks: Ranks, *, has_weights: bool
     ) -> None:
         self._step, self._state, self._ranks = step, state, ranks
         self._metrics = [metric for metric in metrics_of(step.tasks) if metric.while_training]
