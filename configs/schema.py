@@ -790,7 +790,8 @@ class EvalConfig(Section):
         "named), normalised_entropy, calibration, mae, or package.module:NAME of a Metric (docs/tasks_and_metrics.md)",
     )
     baseline: bool | None = option(
-        None, "measure a logistic regression too, in at most 20 s; null: of up to 1 M rows, fewer of over 299 ids"
+        None,
+        "measure a logistic regression too, in at most 20 s; null: of up to 1 M rows, fewer of over 299 ids",
     )
     group: str | None = option(
         None, "categorical feature of one id per row, as user_id: measures gauc, AUC within its ids"
