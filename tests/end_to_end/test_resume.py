@@ -27,6 +27,7 @@ import yaml
 
 from configs.option_values import plain_values
 from configs.schema import Config
+from dataloading.dataset import durable_files
 from nn.build import open_source
 from nn.checkpoint.directory import _crc32, list_checkpoints, read_facts
 from nn.distributed.process_group import Ranks
@@ -316,7 +317,8 @@ def test_a_disk_that_is_full_at_the_start_is_named_and_costs_nothing(
     run_dir = tmp_path / "run"
     original = run_directory.replace_text
     with monkeypatch.context() as patched:
-        patched.setattr(run_directory, "replace_text", replace_text)
+        for module in (run_directory, durable_files):
+            patched.setattr(module, "replace_text", replace_text)
         ended = train(run_dir)
     assert ended.exit_code == 2
     assert ended.err == (
