@@ -65,11 +65,11 @@ class RunningTrial:
 
     def result(self) -> tuple[float | None, int | None]:
         """Return the best value of the metric after the first step, and its step."""
-        found = evaluations(RunRecord.read(self.run_dir), self.metric)
-        sign = -1 if self.metric.larger_is_better else 1
-        # Of equal ones the first.
-        step, best = min(found, key=lambda of: sign * of[1], default=(None, None))
-        return best, step
+        best, step = math.nan, None
+        for number, value in evaluations(RunRecord.read(self.run_dir), self.metric):
+            if self.metric.improves(value, best):
+                best, step = value, number
+        return (None if math.isnan(best) else best), step
 
     def _begin(self) -> Ending | None:
         """Start the process, unless one of an earlier command still runs, or the run has ended already."""

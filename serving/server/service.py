@@ -134,8 +134,11 @@ class Service:
                 self._want(request, "GET")
                 status = HTTPStatus.OK if self._is_ready else HTTPStatus.SERVICE_UNAVAILABLE
                 return json_response({"ready": self._is_ready}, status)
-            case ["v2", "repository", "index"] | ["v2", "models"]:
-                self._want(request, "GET" if len(parts) == 2 else "POST")
+            case ["v2", "repository", "index"]:
+                self._want(request, "POST")
+                return json_response(self._index())
+            case ["v2", "models"]:
+                self._want(request, "GET")
                 return json_response(self._index())
             case ["v2", "models", model, *rest]:
                 versions = next((of for of in self._models if of.name == model), None)

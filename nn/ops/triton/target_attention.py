@@ -5,8 +5,7 @@ that nothing of their width lies in memory: of 64, 80 and 40 columns they were n
 last event are skipped. Sums have one order.
 
 A program of AutoInt's layer takes a sample and head, and the backward pass computes scores again. What is multiplied comes from
-memory in either orientation; no product is split, joined or transposed. One warp's products are `mma`: as `wgmma`, which takes
-four warps and reads shared memory by itself, an earlier kernel's were wrong.
+memory in either orientation; no product is split, joined or transposed. One warp is fastest; its products are `mma`.
 """
 
 from collections.abc import Sequence
