@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], help="more settings of ours")
     parser.add_argument("--fuxictr", type=Path, help="Python of FuxiCTR's environment")
     parser.add_argument("--zoo", type=Path, help="model_zoo of FuxiCTR's clone")
+    parser.add_argument("--peer-lr", type=float, default=1e-3, help="FuxiCTR's learning rate")
     args = parser.parse_args()
     args.source, args.out = args.source.absolute(), args.out.absolute()
     (args.out / "results").mkdir(parents=True, exist_ok=True)
@@ -51,7 +52,7 @@ def main() -> None:
             args.seeds, args.datasets, args.variants, args.models
         )
         for is_peer in kinds
-        if not is_peer or (model in PEERS and variant == "as_is" and not args.validate)
+        if not is_peer or (model in PEERS and variant == "as_is")
     ]
     if args.workers:
         run_missing(jobs, args)

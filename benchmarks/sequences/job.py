@@ -22,14 +22,14 @@ PEERS = {"din": "DIN", "bst": "BST"}
 """Folder and class of FuxiCTR's models."""
 
 
-def peer(model: str, data: str) -> Pair:
-    """Return FuxiCTR's model of a name, with the sizes, batches and epochs of ours."""
+def peer(model: str, data: str, rate: float) -> Pair:
+    """Return FuxiCTR's model of a name with a learning rate, and with the sizes, batches and epochs of ours."""
     items = ["item"] if data != "liked" else ["movieId", "genres"]
     fields = [(*items,)], [(*(f"history_{item}" for item in items),)]
     settings: dict[str, Any] = {
         f"{model}_target_field": fields[0],
         f"{model}_sequence_field": fields[1],
-        **{"dnn_hidden_units": [200, 80], "embedding_dim": 16, "learning_rate": 1e-3},
+        **{"dnn_hidden_units": [200, 80], "embedding_dim": 16, "learning_rate": rate},
     }
     settings |= {"attention_hidden_units": [80, 40]} if model == "din" else {"num_heads": 2}
     return Pair(PEERS[model], PEERS[model], settings, batch_size=512, epochs=2)
@@ -48,7 +48,8 @@ class Job:
 
     @property
     def file(self) -> Path:
-        settings = "".join(f"-{each.replace('/', '_')}" for each in self.args.set)
+        chosen = [f"lr={self.args.peer_lr}"] if self.is_peer else self.args.set
+        settings = "".join(f"-{each.replace('/', '_')}" for each in chosen)
         name = f"{self.data}-{self.column}-{self.variant}-{self.seed}-{self.split}{settings}.json"
         return self.args.out / "results" / name
 
@@ -93,6 +94,7 @@ class Job:
         return {"auc": summary["test_auc"], "log_loss": summary["test_log_loss"]}  # of any split
 
     def _trained_peer(self, data: Path) -> dict[str, Any]:
-        pair, args = peer(self.model, self.data), self.args
+        args = self.args
+        pair = peer(self.model, self.data, args.peer_lr)
         epochs = train_peer(args.fuxictr, args.zoo, pair, data, self.seed, [self.split])
         return epochs[-1][self.split]

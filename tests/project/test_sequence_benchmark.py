@@ -106,15 +106,17 @@ def test_a_peer_is_evaluated_on_the_rows_of_its_job(made, tmp_path, monkeypatch)
     monkeypatch.setattr("benchmarks.sequences.job.dataset", lambda *_: made["as_is"])
     (tmp_path / "results").mkdir()
     paths = {"source": tmp_path, "out": tmp_path, "fuxictr": tmp_path, "zoo": tmp_path}
-    of_validation = Job("toys", "din", "as_is", 3, Namespace(**paths, set=[], validate=True), True)
+    of_validation = Job(
+        "toys", "din", "as_is", 3, Namespace(**paths, peer_lr=1e-3, validate=True), True
+    )
     of_validation.run()
     assert json.loads(of_validation.file.read_text()) == {"auc": 0.7, "log_loss": 3}
-    assert of_validation.file.stem == "toys-din, FuxiCTR-as_is-3-validation"
+    assert of_validation.file.stem == "toys-din, FuxiCTR-as_is-3-validation-lr=0.001"
 
 
 def test_a_peer_has_fields_of_the_dataset():
-    assert peer("bst", "liked").peer_settings["bst_sequence_field"] == [
+    assert peer("bst", "liked", 1e-3).peer_settings["bst_sequence_field"] == [
         ("history_movieId", "history_genres")
     ]
     assert set(PEERS) <= set(MODELS)
-    assert math.isclose(peer("din", "toys").peer_settings["learning_rate"], 1e-3)
+    assert math.isclose(peer("din", "toys", 3e-3).peer_settings["learning_rate"], 3e-3)
