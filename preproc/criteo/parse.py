@@ -90,7 +90,9 @@ def parse_files(
     parser = BlockParser(store.numerical.dtype.name)
 
     def parse(texts: Iterator[bytes]) -> Iterator[Parsed]:
-        return ordered_map(parser, texts, threads, ahead)
+        for parsed in ordered_map(parser, texts, threads, ahead):
+            yield parsed
+            parser.reuse(parsed.arrays)  # the caller has written them
 
     with progress.phase("parse") as phase, _Writer(work, store, state) as writer:
         phase.total = sum(file.path.stat().st_size for file in files)

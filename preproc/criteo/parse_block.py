@@ -4,6 +4,7 @@ A category of eight lower-case hexadecimal digits is its own code; all other tex
 codes. Several threads may share one parser.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -51,8 +52,22 @@ class NonHexTexts:
         return self.columns.nbytes + self.rows.nbytes + self.texts.nbytes
 
 
+class Arrays:
+    """Memory for the columns of a block. Fresh pages would take the system as long as the kernel takes to fill them."""
+
+    def __init__(self, rows: int, numerical_dtype: np.dtype) -> None:
+        self.labels = np.empty(rows, np.uint8)
+        # The kernel copies values as integers of the same width, since Numba has no float16.
+        self.numericals = np.empty((rows, NUM_NUMERICAL), f"u{numerical_dtype.itemsize}")
+        self.missing = np.empty((rows, MISSING_BYTES), np.uint8)
+        self.codes = np.empty((NUM_CATEGORICAL, rows), np.uint32)
+        self.far, self.far_values = np.empty((2, MOST_FOUND), np.int64)
+        self.non_hex = np.empty((MOST_FOUND, 4), np.int64)
+
+
 @dataclass(slots=True)
 class Parsed:
+    arrays: Arrays  # the memory of the columns
     columns: list[np.ndarray]  # arrays of the good lines, in the order of `ColumnStore.columns`
     non_hex: list[NonHexTexts]
     bad: list[tuple[int, str, bytes]]  # (index of the line within the block, reason, line)
@@ -95,48 +110,50 @@ def _transformed(
 
 
 class BlockParser:
-    """Parses blocks of complete lines; it keeps no state between blocks."""
+    """Parses blocks of complete lines; it keeps nothing between blocks but memory."""
 
     def __init__(self, numerical_dtype: str) -> None:
         self._connection = connected(SMALL)
         self._dtype = np.dtype(numerical_dtype)
-        # The kernel copies values as integers of the same width, since Numba has no float16.
-        self._bits = np.dtype(f"u{self._dtype.itemsize}")
-        self._known = _known(self._dtype).view(self._bits)
+        self._known = _known(self._dtype).view(f"u{self._dtype.itemsize}")
+        self._free: list[Arrays] = []
+
+    def reuse(self, arrays: Arrays) -> None:
+        """Let a later block have the memory of one whose columns are written."""
+        self._free.append(arrays)
+
+    def _memory(self, rows: int) -> Arrays:
+        with suppress(IndexError):  # another thread may have taken the last
+            if len((arrays := self._free.pop()).labels) >= rows:
+                return arrays
+        return Arrays(rows, self._dtype)
 
     def __call__(self, text: bytes) -> Parsed:
         """Return the columns of `text`, which ends with a line end."""
         # An odd number of cache lines per column of codes: columns a multiple of 4 KiB apart would evict each
         # other from the cache.
         rows = len(text) // SHORTEST_LINE_BYTES // 32 * 32 + 48
-        labels = np.empty(rows, np.uint8)
-        numericals = np.empty((rows, NUM_NUMERICAL), self._bits)
-        missing = np.empty((rows, MISSING_BYTES), np.uint8)
-        codes = np.empty((NUM_CATEGORICAL, rows), np.uint32)
-        far, far_values = np.empty((2, MOST_FOUND), np.int64)
-        non_hex = np.empty((MOST_FOUND, 4), np.int64)
+        arrays = self._memory(rows)
         data = np.frombuffer(text, np.uint8)
         non_hex_texts: list[NonHexTexts] = []
         bad: list[tuple[int, str, bytes]] = []
-        is_utf8 = True
-        try:
-            text.decode()
-        except UnicodeDecodeError:
-            is_utf8 = False
+        is_utf8 = text.isascii() or _is_utf8(text)
         at = num_rows = num_lines = 0
         stop, trusted = len(text), is_utf8
         while at < len(text):
             why, at, lines, num_rows, num_far, num_non_hex = parse_lines(
                 *(data, at, stop, trusted, num_rows, self._known),
-                *(labels, numericals, missing, codes, far, far_values, non_hex),
+                *(arrays.labels, arrays.numericals, arrays.missing, arrays.codes),
+                *(arrays.far, arrays.far_values, arrays.non_hex),
             )
             num_lines += lines
             if num_far:
                 with self._connection.cursor() as cursor:
-                    values = _transformed(cursor, self._dtype, far_values[:num_far])
-                numericals.reshape(-1)[far[:num_far]] = values.view(self._bits)
+                    values = _transformed(cursor, self._dtype, arrays.far_values[:num_far])
+                numericals = arrays.numericals.reshape(-1)
+                numericals[arrays.far[:num_far]] = values.view(numericals.dtype)
             if num_non_hex:
-                non_hex_texts.append(_non_hex_texts(text, non_hex[:num_non_hex]))
+                non_hex_texts.append(_non_hex_texts(text, arrays.non_hex[:num_non_hex]))
             stop, trusted = len(text), is_utf8
             if why == OTHER_LINE:
                 end = text.index(b"\n", at)
@@ -149,9 +166,18 @@ class BlockParser:
                     bad.append((num_lines, reason, line))
                     num_lines += 1
                     at = end + 1
-        columns = [array[:num_rows] for array in (labels, numericals.view(self._dtype), missing)]
-        columns += [column[:num_rows] for column in codes]
-        return Parsed(columns, non_hex_texts, bad, num_lines, len(text))
+        numericals = arrays.numericals.view(self._dtype)
+        columns = [array[:num_rows] for array in (arrays.labels, numericals, arrays.missing)]
+        columns += [column[:num_rows] for column in arrays.codes]
+        return Parsed(arrays, columns, non_hex_texts, bad, num_lines, len(text))
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _non_hex_texts(text: bytes, non_hex: np.ndarray) -> NonHexTexts:

@@ -4,9 +4,11 @@ import threading
 import time
 from itertools import count
 
+import numpy as np
 import pytest
 
 from preproc.criteo import parse
+from preproc.criteo.parse_block import BlockParser
 from preproc.ordered_map import ordered_map
 from tests.helpers.preproc_command import preproc, write_lines
 from tests.preproc.criteo.test_restart import all_files, noise
@@ -72,3 +74,20 @@ def test_no_thread_outlives_a_stream_that_is_closed():
     assert threading.active_count() > before
     results.close()
     assert threading.active_count() == before
+
+
+def test_a_block_in_the_memory_of_another_has_the_columns_of_its_own():
+    parser = BlockParser("float32")
+    fields = [f"{number}\t" * 13 + "\t".join([f"{number:08x}"] * 25) for number in (3, 70, 9)]
+    long, short = (
+        "".join(f"1\t{body}\t{last}\n" for body in fields * times).encode()
+        for times, last in ((40, "text"), (20, "0000000a"))
+    )
+    first, wanted = parser(long), parser(short)
+    parser.reuse(first.arrays)
+    found = parser(short)
+    assert found.arrays is first.arrays
+    for column, as_wanted in zip(found.columns, wanted.columns, strict=True):
+        assert np.array_equal(column, as_wanted)
+    parser.reuse(found.arrays)
+    assert parser(long * 2).arrays is not first.arrays
