@@ -150,8 +150,8 @@ class BlockParser:
             if num_far:
                 with self._connection.cursor() as cursor:
                     values = _transformed(cursor, self._dtype, arrays.far_values[:num_far])
-                numericals = arrays.numericals.reshape(-1)
-                numericals[arrays.far[:num_far]] = values.view(numericals.dtype)
+                flat = arrays.numericals.reshape(-1)
+                flat[arrays.far[:num_far]] = values.view(flat.dtype)
             if num_non_hex:
                 non_hex_texts.append(_non_hex_texts(text, arrays.non_hex[:num_non_hex]))
             stop, trusted = len(text), is_utf8
