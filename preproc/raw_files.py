@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from configs.messages import printable, shortened
 from dataloading.dataset.documents import is_file_list, read_file_list
@@ -52,6 +52,12 @@ class RawFile:
     def plain_bytes(self) -> int:
         """Size of its text; compressed logs are estimated at three times their size."""
         return self.path.stat().st_size * (1 if self.compression == "none" else 3)
+
+    @property
+    def identity(self) -> list[Any]:
+        """Path, size and time of change, by which a run that resumes knows the file again."""
+        status = self.path.stat()
+        return [str(self.path.resolve()), status.st_size, status.st_mtime_ns]
 
 
 def find_files(source: str | Sequence[str], option: str, tables: bool = False) -> list[RawFile]:

@@ -80,7 +80,7 @@ def parse_files(
     progress: Progress,
 ) -> list[int]:
     """Store the lines of all files in order, resuming from the record of `work`; return the rows per file."""
-    identities = [_identity(file) for file in files]
+    identities = [file.identity for file in files]
     state = _recorded(work, identities)
     if state.get("done"):
         return state["rows"]
@@ -165,11 +165,6 @@ def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
         work.restart()
     work.state["parse"] = state
     return state
-
-
-def _identity(file: RawFile) -> list[Any]:
-    status = file.path.stat()
-    return [str(file.path.resolve()), status.st_size, status.st_mtime_ns]
 
 
 class _Writer:

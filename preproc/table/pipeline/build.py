@@ -162,10 +162,7 @@ def _identity(
         "table": asdict(table),
         "engine": config.engine.name,
         "format": 5,
-        "files": [
-            [str(file.path.resolve()), file.path.stat().st_size, file.path.stat().st_mtime_ns]
-            for file in files
-        ],
+        "files": [file.identity for file in files],
     }
 
 
