@@ -8,11 +8,12 @@ files. Labels and weights are not read.
 import glob
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import duckdb
 import numpy as np
@@ -95,7 +96,7 @@ def refuse_histories(fitted: Path, table: TableConfig) -> None:
         raise ValueError(f"{fitted}: {what}; make a dataset of the new rows with {how}")
 
 
-class TransformedRows:
+class TransformedRows(AbstractContextManager["TransformedRows"]):
     """Iterator over the batches of rows, in the order of the files; close it, or use it in a `with` statement."""
 
     def __init__(self, spec: FeatureSpec, table: TableConfig, state: FittedState) -> None:
@@ -145,9 +146,6 @@ class TransformedRows:
             raise
         self._expressions = numerical_columns(self._table.numerical, state.statistics)
         self._expressions += length_columns(self._table, _num_items)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

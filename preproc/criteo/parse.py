@@ -13,6 +13,7 @@ import os
 import time
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,7 +168,7 @@ def _recorded(work: Work, identities: list[list[Any]]) -> dict[str, Any]:
     return state
 
 
-class _Writer:
+class _Writer(AbstractContextManager["_Writer"]):
     """Appends parsed blocks to the column store and records its progress."""
 
     def __init__(self, work: Work, store: ColumnStore, state: dict[str, Any]) -> None:
@@ -200,9 +201,6 @@ class _Writer:
         self._non_hex: list[NonHexTexts] = []
         self._non_hex_bytes = 0
         self._saved = time.monotonic()
-
-    def __enter__(self) -> "_Writer":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._columns.close()

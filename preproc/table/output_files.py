@@ -3,7 +3,7 @@
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -46,7 +46,7 @@ class IdCounts:
     lists: ListCounts | None = None
 
 
-class TableFiles:
+class TableFiles(AbstractContextManager["TableFiles"]):
     def __init__(self, work: Work, dataset: Path, splits: dict[str, range]) -> None:
         self.directory = work.directory
         self.rows_in = work.state["rows_in"]
@@ -58,9 +58,6 @@ class TableFiles:
         self._connection.execute(
             f"SET preserve_insertion_order = true; SET temp_directory = {spill}"
         )
-
-    def __enter__(self) -> "TableFiles":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._connection.close()
