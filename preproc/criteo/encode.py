@@ -42,31 +42,22 @@ class EncodedColumn:
     zeros: dict[str, int]  # number of ids that are 0, per split
 
 
+@dataclass(frozen=True, slots=True)
 class ColumnEncoder:
     """Encodes columns into the partial dataset; several threads may call it."""
 
-    def __init__(
-        self,
-        connection: duckdb.DuckDBPyConnection,
-        dataset: Path,
-        splits: dict[str, range],
-        counted: range,
-        frequency_limit: int,
-        table_bytes: int,
-    ) -> None:
-        self._connection = connection
-        self._dataset = dataset
-        self._splits = splits
-        self._counted = counted
-        self._limit = frequency_limit
-        self._counted_values = max(1, table_bytes // GROWING_ENTRY_BYTES)
-        self._piece = max(1, table_bytes // ENTRY_BYTES)
+    connection: duckdb.DuckDBPyConnection
+    dataset: Path
+    splits: dict[str, range]
+    counted: range
+    frequency_limit: int
+    table_bytes: int
 
     def __call__(
         self, number: int, name: str, column: StoredColumn
     ) -> tuple[dict[str, Any], dict[str, dict]]:
         """Count and encode a column; return the fields of its `EncodedColumn`, and bytes and CRC-32 per written file."""
-        with self._connection.cursor() as cursor:
+        with self.connection.cursor() as cursor:
             seen, distinct, kept, covered, has_non_hex = self._build_vocabulary(
                 cursor, number, name, column
             )
@@ -76,13 +67,13 @@ class ColumnEncoder:
             )
             cursor.execute(f"DROP TABLE IF EXISTS vocabulary_{name}")
         written = f"vocabulary/{name}.parquet"
-        files[written] = checksum(self._dataset / written)
+        files[written] = checksum(self.dataset / written)
         return asdict(EncodedColumn(seen, distinct, kept, covered, zeros)), files
 
     def _build_vocabulary(
         self, cursor: duckdb.DuckDBPyConnection, number: int, name: str, column: StoredColumn
     ) -> tuple[int, int, int, list[list[int]], bool]:
-        counter = Counter(self._counted_values)
+        counter = Counter(max(1, self.table_bytes // GROWING_ENTRY_BYTES))
         cursor.execute(
             f"CREATE OR REPLACE TEMP TABLE partial_{name} (value UINTEGER, count BIGINT)"
         )
@@ -103,7 +94,7 @@ class ColumnEncoder:
                 ((held,),) = cursor.execute(f"SELECT count(*) FROM partial_{name}").fetchall()
                 merged = held
 
-        for _, codes in column.chunks(self._counted, CHUNK_ROWS):
+        for _, codes in column.chunks(self.counted, CHUNK_ROWS):
             keep(counter.add(codes))
         keep(counter.take())
         has_non_hex = counter.has_non_hex
@@ -113,7 +104,7 @@ class ColumnEncoder:
         if held or has_non_hex:
             counts, counts_of = f"counts_{name}", merge_counts(counts)
             if has_non_hex:
-                first, last = self._counted.start, self._counted.stop
+                first, last = self.counted.start, self.counted.stop
                 counts_of = merge_counts(
                     f"(SELECT printf('%08x', value) AS value, count FROM partial_{name} UNION ALL "
                     f'SELECT value, 1 AS count FROM non_hex WHERE "column" = {number} '
@@ -124,10 +115,10 @@ class ColumnEncoder:
             (sums,) = cursor.execute(coverage(counts, COVERAGE_LIMITS)).fetchall()
         distinct, seen, *covered = [int(number or 0) for number in sums]
         cursor.execute(
-            f"CREATE OR REPLACE TEMP TABLE vocabulary_{name} AS {vocabulary(counts, self._limit)}"
+            f"CREATE OR REPLACE TEMP TABLE vocabulary_{name} AS {vocabulary(counts, self.frequency_limit)}"
         )
         cursor.execute(f"DROP TABLE {counts}")
-        path = self._dataset / "vocabulary" / f"{name}.parquet"
+        path = self.dataset / "vocabulary" / f"{name}.parquet"
         quoted = str(path).replace("'", "''")
         text = "value" if has_non_hex else "printf('%08x', value)"
         ((kept,),) = cursor.execute(
@@ -158,15 +149,14 @@ class ColumnEncoder:
                 f"WHERE regexp_full_match(value, '[0-9a-f]{{8}}') AND value < '{NON_HEX:08x}')"
             )
             ((last,),) = cursor.execute(f"SELECT coalesce(max(id), 0) FROM {values}").fetchall()
-        pieces = max(1, -(-last // self._piece))
+        size = max(1, self.table_bytes // ENTRY_BYTES)
+        pieces = [range(first, min(first + size, last)) for first in range(0, max(last, 1), size)]
         # Ids of earlier parts of the vocabulary.
-        partial_ids = {
-            split: column.path.with_name(f"{name}.{split}.ids") for split in self._splits
-        }
+        partial_ids = {split: column.path.with_name(f"{name}.{split}.ids") for split in self.splits}
         lookup: Lookup | None = None
 
         def looked_up(split: str, piece: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-            rows = self._splits[split]
+            rows = self.splits[split]
             for start, codes in column.chunks(rows, CHUNK_ROWS):
                 ids, first = np.zeros(len(codes), "<i4"), start - rows.start
                 if piece:
@@ -177,17 +167,17 @@ class ColumnEncoder:
 
         files: dict[str, dict[str, Any]] = {}
         zeros: dict[str, int] = {}
-        for piece in range(pieces):
+        for piece, of_piece in enumerate(pieces):
             lookup = None  # free its memory before the next one takes as much
-            lookup = self._lookup(cursor, values, range(piece * self._piece, last))
-            for split in self._splits:
-                if piece < pieces - 1:
+            lookup = _lookup(cursor, values, of_piece)
+            for split in self.splits:
+                if of_piece.stop < last:
                     with partial_ids[split].open("r+b" if piece else "wb") as stream:
                         for _, _, ids in looked_up(split, piece):
                             stream.write(ids.data)
                     continue
                 zeros[split] = 0
-                with GrowingFile(self._dataset, f"{split}/{name}.bin") as file:
+                with GrowingFile(self.dataset, f"{split}/{name}.bin") as file:
                     for start, codes, ids in looked_up(split, piece):
                         if has_non_hex and (codes == NON_HEX).any():
                             # The ids of texts without a code.
@@ -203,15 +193,15 @@ class ColumnEncoder:
                 partial_ids[split].unlink(missing_ok=True)
         return files, zeros
 
-    def _lookup(self, cursor: duckdb.DuckDBPyConnection, values: str, ids: range) -> Lookup:
-        """Return a lookup of query `values` for the first of `ids`, as many as fit in memory."""
-        first, last = ids.start, min(ids.start + self._piece, ids.stop)
-        lookup = Lookup(last - first)
-        for start in range(first, last, PART_ENTRIES):
-            # DuckDB keeps the smallest and the largest id of each block of the table, and skips other blocks.
-            part = cursor.execute(
-                f"SELECT value, CAST(id AS INTEGER) AS id FROM {values} "
-                f"WHERE id > {start} AND id <= {min(start + PART_ENTRIES, last)}"
-            ).fetchnumpy()
-            lookup.add(np.ascontiguousarray(part["value"]), np.ascontiguousarray(part["id"]))
-        return lookup
+
+def _lookup(cursor: duckdb.DuckDBPyConnection, values: str, ids: range) -> Lookup:
+    """Return a lookup of query `values` for the values with an id behind each of `ids`."""
+    lookup = Lookup(len(ids))
+    for start in range(ids.start, ids.stop, PART_ENTRIES):
+        # DuckDB keeps the smallest and the largest id of each block of the table, and skips other blocks.
+        part = cursor.execute(
+            f"SELECT value, CAST(id AS INTEGER) AS id FROM {values} "
+            f"WHERE id > {start} AND id <= {min(start + PART_ENTRIES, ids.stop)}"
+        ).fetchnumpy()
+        lookup.add(np.ascontiguousarray(part["value"]), np.ascontiguousarray(part["id"]))
+    return lookup
