@@ -134,10 +134,7 @@ def _synced_files(
     """Sync the files that are not synced yet and return `metadata.files`, files of the splits first."""
     records = {}
     for split in splits.values():
-        numerical = [] if split.numerical is None else [split.numerical]
-        of_events = (*split.slices.values(), *split.moments.values(), *split.events.values())
-        ids = (*split.ids.values(), *split.offsets.values(), *of_events)
-        for path in (*split.columns.values(), *numerical, *ids):
+        for path in split.paths():
             name = path.relative_to(directory).as_posix()
             records[name] = dict(files[name])
     for path in sorted(directory.rglob("*")):  # vocabularies, fitted state, report

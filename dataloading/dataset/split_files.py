@@ -70,10 +70,10 @@ class SplitFiles:
     events: dict[str, Path] = field(default_factory=dict)  # numbers of events, by name
 
     def paths(self) -> list[Path]:
-        single = [] if self.numerical is None else [self.numerical]
-        several = (self.columns, self.ids, self.offsets, self.slices, self.moments, self.events)
-        of_columns = [path for paths in several for path in paths.values()]
-        return [*single, *of_columns, *self.parquet, *self.lists]
+        numerical = [] if self.numerical is None else [self.numerical]
+        of_rows = (*self.columns.values(), *numerical, *self.ids.values(), *self.offsets.values())
+        of_events = (*self.slices.values(), *self.moments.values(), *self.events.values())
+        return [*of_rows, *of_events, *self.parquet, *self.lists]
 
     def mean_hotness(self, name: str) -> float:
         """Return the mean ids per row of a ragged feature, or events of a group, as `Lengths.mean`."""
