@@ -207,11 +207,15 @@ def load_fitted(directory: Path, table: TableConfig | None = None) -> FittedStat
     read = saved.get(READ, [])
     if not isinstance(read, list) or not all(isinstance(file, str) for file in read):
         raise ValueError(f"{path}: {READ}: got {shown(read)}, want a list of texts; {AGAIN}")
+    try:
+        text_columns = TextColumns.of(saved.get(IS_TEXT), f"{path}: {IS_TEXT}")
+    except ValueError as error:
+        raise ValueError(f"{error}; {AGAIN}") from None
     return FittedState(
         directory,
         own,
         statistics,
-        _text_columns(saved, path),
+        text_columns,
         files,
         Lineage.of(metadata),
         metadata,
@@ -226,13 +230,6 @@ def with_missing_of(fitted: FittedState, table: TableConfig) -> TableConfig:
     own = fitted.table
     more = [value for value in own.missing if value not in table.missing]
     return replace(table, missing=[*table.missing, *more], empty_items=own.empty_items)
-
-
-def _text_columns(saved: Mapping[str, Any], path: Path) -> TextColumns:
-    try:
-        return TextColumns.of(saved.get(IS_TEXT), f"{path}: {IS_TEXT}")
-    except ValueError as error:
-        raise ValueError(f"{error}; {AGAIN}") from None
 
 
 def with_limits_of(fitted: FittedState, config: PreprocConfig, table: TableConfig) -> PreprocConfig:

@@ -109,11 +109,14 @@ def _draw_numerical(figure: Any, columns: Columns, facts: ReportFacts) -> None:
     shapes.set_title(f"values after transforms, 1 % to 99 %{rows}")
     heads = ("mean", "std. dev.", "smallest", "1 %", "median", "99 %", "largest")
     for y, column in enumerate(columns.values()):
-        if column.distribution is None:
+        of = column.distribution
+        if of is None:
             shapes.text(0.5, y, "not counted", ha="center", va="center", size=7.5, color=FAINT)
             continue
-        _draw_shape(shapes, y, column.distribution)
-        for x, value in enumerate(_numbers(column.distribution)):
+        _draw_shape(shapes, y, of)
+        smallest, least, _, median, _, most, largest = of.quantiles
+        values = (of.mean, of.deviation, smallest, least, median, most, largest)
+        for x, value in enumerate(values):
             _cell(numbers, x + 0.4, y, f"{value:.4g}", ha="right", size=7.5)
     shapes.set(xlim=(-0.24, 1.24), xticks=())
     shapes.spines["bottom"].set_visible(False)
@@ -122,11 +125,6 @@ def _draw_numerical(figure: Any, columns: Columns, facts: ReportFacts) -> None:
     numbers.xaxis.tick_top()
     numbers.tick_params(axis="x", length=0)
     numbers.spines["bottom"].set_visible(False)
-
-
-def _numbers(found: Distribution) -> list[float]:
-    smallest, least, _, median, _, most, largest = found.quantiles
-    return [found.mean, found.deviation, smallest, least, median, most, largest]
 
 
 def _draw_shape(axes: Any, y: int, found: Distribution) -> None:

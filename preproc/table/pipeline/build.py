@@ -75,7 +75,13 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
             # Numbered rows, sorted rows and encoded columns are each about as large as the plain text.
             needed = 3.0 * sum(file.plain_bytes for file in every)
             check_disk(work_directory_of(config, output).parent, needed, "the run")
-        engine = _engine(config, work.directory)
+        engine: Engine
+        if config.engine is EngineName.duckdb:
+            engine = DuckDBEngine(config, work.directory)
+        else:
+            from preproc.table.spark_engine import SparkEngine
+
+            engine = SparkEngine(config, work.directory)
         try:
             rows = _build(Journal(config, table, engine, work, progress, sources, fitted))
         finally:
@@ -139,14 +145,6 @@ def _of_new_rows(config: PreprocConfig, table: TableConfig) -> TableConfig:
             f"{config.one_split}; set split_name=null and a table.split with training rows",
         )
     return replace(table, split=SplitRule())
-
-
-def _engine(config: PreprocConfig, directory: Path) -> Engine:
-    if config.engine is EngineName.duckdb:
-        return DuckDBEngine(config, directory)
-    from preproc.table.spark_engine import SparkEngine
-
-    return SparkEngine(config, directory)
 
 
 def _identity(

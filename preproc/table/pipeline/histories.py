@@ -20,15 +20,31 @@ def slice_histories(journal: Journal, split: str) -> None:
 
     `split` is the expression of the split of a row of `staged_`.
     """
-    # Rows keep their place in the sources as `before_` where they were reordered.
+    # Rows of the dataset, with their rows in the order of the sources: `before_` where they were reordered.
     source = "before_" if journal.work.state["rows_in"] == "rows_" else "row_"
     rows = f"SELECT row_, {source} AS source_ FROM rows_"
     for i, history in enumerate(journal.table.history):
         line, users = f"timeline_{i}", f"users_{i}"
-        journal.query(line, _timeline(i, journal.table, "staged_", split))
-        journal.query(users, _first_items(line))
-        journal.query(f"past_items_{i}", f"{_items(line, users)} ORDER BY row_")
-        journal.query(f"slices_{i}", f"{_slices(line, users, rows, history.length)} ORDER BY row_")
+        journal.query(line, _timeline(i, journal.table, split))
+        # (who_, first_): the position of every user's first item among the items of all users.
+        counts = f"SELECT who_, count(value) AS items_ FROM {line} GROUP BY who_"
+        until = "sum(items_) OVER (ORDER BY who_ ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)"
+        first = f"CAST({until} AS BIGINT) - items_ AS first_"
+        journal.query(users, f"SELECT who_, {first} FROM ({counts})")
+        # (row_, value): the items of all users; `row_` is their position, from 0.
+        journal.query(
+            f"past_items_{i}",
+            f"SELECT u.first_ + t.item_ - 1 AS row_, t.value FROM {line} AS t JOIN {users} AS u "
+            "ON t.who_ = u.who_ WHERE t.value IS NOT NULL ORDER BY row_",
+        )
+        # (row_, stop_, length_): the slice of items that each row of the dataset sees.
+        earlier = "coalesce(t.earlier_, 0)"
+        journal.query(
+            f"slices_{i}",
+            f"SELECT r.row_, coalesce(u.first_, 0) + {earlier} AS stop_, least({earlier}, {history.length}) AS length_ "
+            f"FROM ({rows}) AS r LEFT JOIN {line} AS t ON r.source_ = t.row_ "
+            f"LEFT JOIN {users} AS u ON t.who_ = u.who_ ORDER BY row_",
+        )
 
 
 def history_ids(
@@ -55,11 +71,11 @@ def history_ids(
     return EncodedFeature(summary, whole.num_embeddings, None, is_dynamic=owner.is_dynamic)
 
 
-def _timeline(number: int, table: TableConfig, rows: str, split: str) -> str:
+def _timeline(number: int, table: TableConfig, split: str) -> str:
     """Return a query (row_, who_, value, item_, earlier_) with one row per row whose user and time are known.
 
     `value` is null unless the row is an item, `item_` counts the items of the user up to it, and `earlier_` those with
-    an earlier time. `rows`: relation of the rows in the order of the sources.
+    an earlier time.
     """
     history = table.history[number]
     column = [feature.name for feature in table.categorical].index(history.of)
@@ -70,7 +86,7 @@ def _timeline(number: int, table: TableConfig, rows: str, split: str) -> str:
     if conditions:
         value = f"CASE WHEN {' AND '.join(conditions)} THEN {value} END"
     known = (
-        f"SELECT row_, who{number}_ AS who_, time{number}_ AS time_, {value} AS value FROM {rows} "
+        f"SELECT row_, who{number}_ AS who_, time{number}_ AS time_, {value} AS value FROM staged_ "
         f"WHERE who{number}_ IS NOT NULL AND time{number}_ IS NOT NULL"
     )
     # Rows of one time are peers of a frame by range, so they are counted and subtracted again.
@@ -81,33 +97,4 @@ def _timeline(number: int, table: TableConfig, rows: str, split: str) -> str:
         "count(value) OVER (PARTITION BY who_ ORDER BY time_ "
         "RANGE BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) "
         f"- count(value) OVER (PARTITION BY who_, time_) AS earlier_ FROM ({known})"
-    )
-
-
-def _first_items(line: str) -> str:
-    """Return a query (who_, first_): the position of every user's first item among the items of all users."""
-    return (
-        "SELECT who_, CAST(sum(items_) OVER (ORDER BY who_ ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW) "
-        f"AS BIGINT) - items_ AS first_ FROM (SELECT who_, count(value) AS items_ FROM {line} GROUP BY who_)"
-    )
-
-
-def _items(line: str, users: str) -> str:
-    """Return a query (row_, value) of the items of all users; `row_` is their position, from 0."""
-    return (
-        f"SELECT u.first_ + t.item_ - 1 AS row_, t.value FROM {line} AS t JOIN {users} AS u "
-        "ON t.who_ = u.who_ WHERE t.value IS NOT NULL"
-    )
-
-
-def _slices(line: str, users: str, rows: str, length: int) -> str:
-    """Return a query (row_, stop_, length_): the slice of items that each row of the dataset sees.
-
-    `rows`: query (row_, source_) of the rows of the dataset, and their rows in the order of the sources.
-    """
-    earlier = "coalesce(t.earlier_, 0)"
-    return (
-        f"SELECT r.row_, coalesce(u.first_, 0) + {earlier} AS stop_, least({earlier}, {length}) AS length_ "
-        f"FROM ({rows}) AS r LEFT JOIN {line} AS t ON r.source_ = t.row_ "
-        f"LEFT JOIN {users} AS u ON t.who_ = u.who_"
     )
