@@ -50,13 +50,12 @@ def draw_runs(
                 style = _style(index, colors, names)
                 _draw(axes, lines[index], runs[index], has_dots=has_dots, **style)
             _finish(axes, lines)
-        handles = left.get_legend_handles_labels()
-        if not handles[0]:
-            handles = right.get_legend_handles_labels()
-        order = range(len(handles[0]) - 1, -1, -1)
+        handles, labels = left.get_legend_handles_labels()
+        if not handles:
+            handles, labels = right.get_legend_handles_labels()
         figure.legend(
-            [handles[0][i] for i in order],
-            [handles[1][i] for i in order],
+            handles[::-1],
+            labels[::-1],
             loc="outside lower left",
             ncols=min(len(colors) + 1, 3),
             fontsize=8.5,

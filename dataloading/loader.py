@@ -103,9 +103,8 @@ class Loader:
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
-        if self.device == torch.device(
-            "cuda"
-        ):  # reader threads need the index of the current device
+        # Reader threads need the index of the current device.
+        if self.device == torch.device("cuda"):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.seed = settings.seed
         granule = source.granule(split)
@@ -140,13 +139,18 @@ class Loader:
         size = -(-min(self.batch_size, self.num_rows) // self.world_size)
         num_slots, slot_bytes = self.prefetch + SLOTS_IN_USE, self._batch_reader.slot_bytes(size)
         try:
-            self._slots = Slots(num_slots, slot_bytes, max(self._batch_reader.num_ragged, 1))
+            slots = Slots(num_slots, slot_bytes, max(self._batch_reader.num_ragged, 1))
         except OSError as error:
             raise ValueError(
                 f"{num_slots} batches of {slot_bytes / 2**20:.1f} MiB, which are read ahead, do not fit in memory "
                 f"({error.strerror}); lower data.prefetch or the batch size"
             ) from None
-        self._readers = ReaderProcesses(self._read_into, len(self._slots), num_processes)
+
+        def read(slot: int, step: int) -> None:
+            self._batch_reader.read_into(slots, slot, self.rows(step))
+
+        self._slots = slots
+        self._readers = ReaderProcesses(read, num_slots, num_processes)
 
     @property
     def reader_pids(self) -> list[int]:
@@ -373,11 +377,6 @@ class Loader:
             return BatchKeys(keys, own.numpy(), before)
 
         return maps.describe(keys_of)
-
-    def _read_into(self, slot: int, step: int) -> None:
-        """Read the batch of `step` into a slot, in a reader process."""
-        assert self._slots is not None
-        self._batch_reader.read_into(self._slots, slot, self.rows(step))
 
     def _enter_thread(self) -> None:
         # A new thread starts on GPU 0 and would create a CUDA context there when it pins memory.

@@ -88,9 +88,8 @@ class BatchLayout:
         self, spec: FeatureSpec, rows: int, counts: Mapping[str, IdCount], doublings: Doublings = ()
     ) -> None:
         self.spec, self.rows, self.counts, self.doublings = spec, rows, counts, doublings
-        sizes = [count.sent_size(rows) for count in counts.values()]
-        *firsts, size = accumulate(sizes, initial=0)
-        self.firsts = dict(zip(counts, firsts, strict=True))
+        self.firsts = first_ids(counts, rows)
+        size = sum(count.sent_size(rows) for count in counts.values())
         self.num_bytes, self.columns = 0, list[Column]()
         several = (len(spec.labels),) if len(spec.labels) > 1 else ()
         self.numerical = self._add(rows, len(spec.numerical))
