@@ -18,7 +18,15 @@ from serving.versions import note_of_others
 
 
 def run(config: ModelExportConfig) -> None:
-    check_paths(config)
+    checkpoint = Path(config.checkpoint or "")
+    if not (checkpoint / "run.json").exists():
+        missing = f"there is no {'run.json in it' if checkpoint.is_dir() else 'such directory'}"
+        raise ValueError(
+            f"checkpoint={checkpoint} is not a checkpoint ({missing}); name a step_N directory in a run's checkpoints/"
+        )
+    if config.onnx:
+        require_onnx()
+    require_absent(Path(config.output or ""))
     restore_signals()
     # Imported here: torch and TorchRec take seconds, and the errors above need neither.
     from nn.library_warnings import quiet_libraries
@@ -35,22 +43,6 @@ def run(config: ModelExportConfig) -> None:
     note = note_of_others(Path(config.output or ""))
     if note is not None:
         print(on_one_line(f"note: {note}"))
-
-
-def check_paths(config: ModelExportConfig) -> None:
-    """Check that checkpoint and output can be used, before torch is imported.
-
-    Raises ValueError: one of them cannot.
-    """
-    checkpoint = Path(config.checkpoint or "")
-    if not (checkpoint / "run.json").exists():
-        missing = f"there is no {'run.json in it' if checkpoint.is_dir() else 'such directory'}"
-        raise ValueError(
-            f"checkpoint={checkpoint} is not a checkpoint ({missing}); name a step_N directory in a run's checkpoints/"
-        )
-    if config.onnx:
-        require_onnx()
-    require_absent(Path(config.output or ""))
 
 
 def report(manifest: Manifest) -> list[str]:

@@ -293,7 +293,16 @@ class Manifest:
             ) from None
         try:
             document = parse_json(data, str(path))
-            manifest = cls._of(document)
+            if document["format"] != FORMAT:
+                raise ValueError(f"format {document['format']}, and this version reads {FORMAT}")
+            known = {declared.name for declared in fields(cls)}
+            values = {name: value for name, value in document.items() if name in known}
+            for part, kind in (("keys", KeyFile), ("files", FileState)):
+                of = values.get(part) or {}
+                values[part] = {
+                    n: record_of(kind, file, f"{part}: {shown(n)}") for n, file in of.items()
+                }
+            manifest = record_of(cls, values, "manifest")
             _check(directory, manifest)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             is_told = isinstance(error, ValueError)
@@ -302,19 +311,6 @@ class Manifest:
                 f"{path} is no manifest of a model: {reason}; name what serving.export wrote, no run directory"
             ) from None
         return manifest
-
-    @classmethod
-    def _of(cls, document: Any) -> Self:
-        if document["format"] != FORMAT:
-            raise ValueError(f"format {document['format']}, and this version reads {FORMAT}")
-        known = {declared.name for declared in fields(cls)}
-        values = {name: value for name, value in document.items() if name in known}
-        for part, kind in (("keys", KeyFile), ("files", FileState)):
-            of = values.get(part) or {}
-            values[part] = {
-                n: record_of(kind, file, f"{part}: {shown(n)}") for n, file in of.items()
-            }
-        return record_of(cls, values, "manifest")
 
     def check_sizes(self, directory: Path) -> None:
         """Compare the size of every file, which tells whether the directory is complete.

@@ -10,11 +10,13 @@ from types import FrameType
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from configs.many_runs_schema import SweepConfig
+from dataloading.dataset.durable_files import replace_json
 from nn.multirun import named, on_stop
+from nn.observability.records import ENDED, PRUNED
 from sweep.plan import TrialPlan
 from sweep.space import Space, as_override
 from sweep.study import Study
-from sweep.trial import Ending, RunningTrial, mark_pruned, remove_checkpoints
+from sweep.trial import Ending, RunningTrial, remove_checkpoints
 from sweep.trial_process import Start, TrialProcess, environment_of, stop
 
 POLL_SECONDS = 0.25
@@ -131,7 +133,8 @@ class Driver:
         if ending is Ending.pruned and running.process is not None:
             # The GPU is free for the next trial only after this one has ended.
             stop([running.process])
-            mark_pruned(running.run_dir)
+            # The signal that stopped it says that it could resume.
+            replace_json(running.run_dir / ENDED, {"state": PRUNED, "message": ""})
         best = self.study.best()
         is_best = best is not None and best.number == number
         how = f"is {ending.value}: {'no value' if value is None else f'{value:.4f}'}"

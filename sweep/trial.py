@@ -13,9 +13,8 @@ from optuna.trial import TrialState
 
 from compare.run_record import RunRecord, State
 from configs.exit_codes import DIVERGED_EXIT_CODE, RESUME_EXIT_CODE
-from dataloading.dataset.durable_files import replace_json
 from nn.models.metric import Metric
-from nn.observability.records import ENDED, METRICS, PRUNED
+from nn.observability.records import METRICS
 from nn.observability.run_lock import is_running
 from nn.plots.series import is_finite
 from sweep.trial_process import TrialProcess, last_line
@@ -138,11 +137,6 @@ def evaluations(run: RunRecord, metric: Metric) -> list[tuple[int, float]]:
         if record.get("step", 0) > 0 and is_finite(value):
             found.append((int(record["step"]), float(value)))
     return found
-
-
-def mark_pruned(run_dir: Path) -> None:
-    """Say in a trial's run directory that its sweep has ended it; the signal that did it says that it could resume."""
-    replace_json(run_dir / ENDED, {"state": PRUNED, "message": ""})
 
 
 def remove_checkpoints(run_dir: Path) -> None:

@@ -7,7 +7,7 @@ Tables that have grown on a later day get its rows, and the model the vocabulari
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,13 @@ from nn.deltas.scaled_rows import quantize
 from nn.deltas.table_rows import ChangedRows, check_key_rows, converted, dequantized
 from serving.exporting.dense import save_program
 from serving.exporting.from_rows import PREFIX
-from serving.exporting.proof import BATCH_ROWS, DIVERGED, LIMITS, Proof, compared
+from serving.exporting.proof import BATCH_ROWS, DIVERGED, LIMITS, compared
 from serving.exporting.proof_rows import read_proof_rows
 from serving.exporting.raw_values import VOCABULARY, write_raw_values
 from serving.exporting.unrounded import UnroundedTable, unrounded_tables
 from serving.inference.dense import load_dense, load_program
 from serving.inference.key_rows import KeyRows, write_key_rows
 from serving.inference.model import ServedModel
-from serving.inference.model_rows import Rows
 from serving.inference.tables import DTYPES, NUMPY_DTYPES, MappedTables
 from serving.inference.versions import load_version
 from serving.manifest import (
@@ -121,7 +120,15 @@ def _write(
     }
     values["source"] = manifest.source | changed
     unproved = replace(manifest, **values)
-    proof = _prove(directory, unproved, unrounded, split, proof_rows)
+    # The operations of the dense component are the base's, whose own proof compares them with the code of the model; rows that
+    # no delta has changed are the base's too.
+    dense = load_dense(directory / DENSE)
+    wanted = ServedModel(unproved, MappedTables(directory, unproved, unrounded), dense)
+    served = ServedModel(unproved, MappedTables(directory, unproved), dense)
+    starts = range(0, len(proof_rows), BATCH_ROWS)
+    parts = [proof_rows.part(i, i + BATCH_ROWS) for i in starts]
+    pairs = ((wanted.scores(part), served.scores(part)) for part in parts)
+    proof = compared(pairs, split, manifest.dtype, LIMITS[manifest.dtype])
     values["proof"] = {"of": manifest.identity, "version": base.name, **asdict(proof)}
     written = replace(manifest, **values, files=describe_files(directory))
     write_synced(directory / MANIFEST, written.to_json())
@@ -129,26 +136,6 @@ def _write(
     decided = Deciding(base.name, base, manifest)
     load_version(directory, directory.name, decided, verify=False)
     return written
-
-
-def _prove(
-    directory: Path,
-    manifest: Manifest,
-    unrounded: Mapping[str, UnroundedTable],
-    split: str,
-    rows: Rows,
-) -> Proof:
-    """Compare the scores of what was written with those of rows as the deltas have them.
-
-    The operations of the dense component are the base's, whose own proof compares them with the code of the model; rows that
-    no delta has changed are the base's too.
-    """
-    dense = load_dense(directory / DENSE)
-    exact = ServedModel(manifest, MappedTables(directory, manifest, unrounded), dense)
-    served = ServedModel(manifest, MappedTables(directory, manifest), dense)
-    parts = [rows.part(i, i + BATCH_ROWS) for i in range(0, len(rows), BATCH_ROWS)]
-    pairs = ((exact.scores(part), served.scores(part)) for part in parts)
-    return compared(pairs, split, manifest.dtype, LIMITS[manifest.dtype])
 
 
 def _apply(
