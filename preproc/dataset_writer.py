@@ -16,7 +16,7 @@ from dataloading.dataset.column_files import column_file_name
 from dataloading.dataset.counted_file import CountedFile
 from dataloading.dataset.dataset_directory import write_spec
 from dataloading.dataset.durable_files import put_in_place, sync_directory, sync_file
-from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
+from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec, mean_hotness
 from dataloading.dataset.sequences import EVENTS
 from dataloading.dataset.split_files import SplitFiles
 from preproc.column_store import bytes_of, size_and_crc32
@@ -75,14 +75,9 @@ def finish_dataset(
     assert directory is not None
     splits = {name: _files_of(spec, name) for name in spec.splits}
     first = splits.get("train") or next(iter(splits.values()))
-    group_of = {name: group.name for group in spec.sequences for name in group.features}
     categorical = tuple(
-        replace(
-            feature,
-            mean_hotness=feature.hotness
-            or first.mean_hotness(group_of.get(feature.name, feature.name)),
-        )
-        for feature in spec.categorical
+        replace(f, mean_hotness=f.hotness or mean_hotness(first, spec, f.name))
+        for f in spec.categorical
     )
     metadata = {
         **spec.metadata,

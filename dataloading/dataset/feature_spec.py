@@ -588,19 +588,20 @@ def measured(spec: FeatureSpec) -> FeatureSpec:
         expect(held == written, f"metadata.rows.{name}", written, want)
     first = splits.get("train") or next(iter(splits.values()))
     tables = tuple(
-        replace(f, mean_hotness=f.mean_hotness or _mean_hotness(first, spec, f.name))
+        replace(f, mean_hotness=f.mean_hotness or mean_hotness(first, spec, f.name))
         for f in spec.categorical
     )
     return replace(spec, splits=splits, categorical=tables)
 
 
-def _mean_hotness(files: SplitFiles, spec: FeatureSpec, name: str) -> float:
-    if not files.parquet:
-        group = spec.group_of(name)
-        return group.mean_events(files) if group else files.mean_hotness(name)
-    from dataloading.dataset.parquet_files import mean_hotness
+def mean_hotness(files: SplitFiles, spec: FeatureSpec, name: str) -> float:
+    """Return the mean ids per row of a ragged feature in a split of `spec`."""
+    if files.parquet:
+        from dataloading.dataset import parquet_files
 
-    return mean_hotness(files.parquet, name)
+        return parquet_files.mean_hotness(files.parquet, name)
+    group = spec.group_of(name)
+    return group.mean_events(files) if group else files.mean_hotness(name)
 
 
 def _parquet_rows(spec: FeatureSpec, files: SplitFiles) -> int:
