@@ -11,7 +11,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from typing import IO, Any
@@ -158,11 +158,8 @@ def cut_incomplete_line(path: Path) -> None:
 
 def append_line(path: Path, line: str) -> None:
     """Append a line to a small text file, after removing a last line without line end."""
-    file = AppendedFile(path, is_text=True)
-    try:
+    with closing(AppendedFile(path, is_text=True)) as file:
         file.append(f"{line}\n".encode())
-    finally:
-        file.close()
 
 
 def replace_file(temporary: Path, path: Path) -> None:

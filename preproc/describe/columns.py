@@ -1,6 +1,7 @@
 """The content of the columns of a table, counted by DuckDB on its first rows."""
 
 import re
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -94,30 +95,29 @@ class Column:
 
 def count_columns(files: SourceFiles, config: PreprocConfig) -> list[Column]:
     """Return the columns of the first `MOST_ROWS` rows; ValueError if a row cannot be read, or there is none."""
-    with TemporaryDirectory(prefix="describe-", dir=config.temp_directory) as directory:
-        engine = DuckDBEngine(config, Path(directory))
-        try:
-            engine.read("source_rows", files, lambda query: query)
-            engine.rows(
-                "CREATE TEMP TABLE sample_ AS SELECT * EXCLUDE (file_, order_) FROM source_rows "
-                f"LIMIT {MOST_ROWS}"
+    with (
+        TemporaryDirectory(prefix="describe-", dir=config.temp_directory) as directory,
+        closing(DuckDBEngine(config, Path(directory))) as engine,
+    ):
+        engine.read("source_rows", files, lambda query: query)
+        engine.rows(
+            "CREATE TEMP TABLE sample_ AS SELECT * EXCLUDE (file_, order_) FROM source_rows "
+            f"LIMIT {MOST_ROWS}"
+        )
+        ((rows,),) = engine.rows("SELECT count(*) FROM sample_")
+        if rows == 0:
+            raise ValueError(
+                f"{files.files[0].path}: no rows below the header; give a file with rows"
             )
-            ((rows,),) = engine.rows("SELECT count(*) FROM sample_")
-            if rows == 0:
-                raise ValueError(
-                    f"{files.files[0].path}: no rows below the header; give a file with rows"
-                )
-            kinds = engine.columns("SELECT * FROM sample_")
-            columns = [Column(name=n, kind=k.lower(), rows=rows) for n, k in kinds]
-            for column in columns:
-                _count(engine, column, missing=[])
-            words = sorted({word for column in columns for word in column.words})
-            for column in columns:
-                if words and column.is_text and not column.words:
-                    _count(engine, column, words)
-            return columns
-        finally:
-            engine.close()
+        kinds = engine.columns("SELECT * FROM sample_")
+        columns = [Column(name=n, kind=k.lower(), rows=rows) for n, k in kinds]
+        for column in columns:
+            _count(engine, column, missing=[])
+        words = sorted({word for column in columns for word in column.words})
+        for column in columns:
+            if words and column.is_text and not column.words:
+                _count(engine, column, words)
+        return columns
 
 
 def _count(engine: DuckDBEngine, column: Column, missing: list[str]) -> None:

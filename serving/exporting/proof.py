@@ -5,6 +5,7 @@ rows of the tables that the test rows look up, so the proof takes no memory for 
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -71,12 +72,8 @@ def proof_batches(
     if not available:
         raise ValueError(f"split={split} has no rows to prove the export with; name another")
     settings = LoaderSettings(batch_size=min(BATCH_ROWS, available), workers=1, prefetch=1)
-    loader = Loader(source, split, settings, key_maps=key_maps)
-    try:
-        count = -(-available // settings.batch_size)
-        return [batch for batch in loader.batches(0, count)]
-    finally:
-        loader.close()
+    with closing(Loader(source, split, settings, key_maps=key_maps)) as loader:
+        return list(loader.batches(0, -(-available // settings.batch_size)))
 
 
 def looked_up_rows(

@@ -8,6 +8,7 @@ write: the files of the dataset. Each is a function of `preproc/table/pipeline/`
 relation, so a killed run resumes after the last one.
 """
 
+from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -82,10 +83,8 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
             from preproc.table.spark_engine import SparkEngine
 
             engine = SparkEngine(config, work.directory)
-        try:
+        with closing(engine):
             rows = _build(Journal(config, table, engine, work, progress, sources, fitted))
-        finally:
-            engine.close()
     print_result(progress, output, rows)
 
 
