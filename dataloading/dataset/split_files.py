@@ -234,27 +234,23 @@ def unnamed_validation(root: Path, test: SplitFiles) -> dict[str, SplitFiles]:
 
     NVIDIA's preprocessing writes the split but does not list it in the spec.
     """
-
-    def beside(path: Path) -> str | None:
+    paths = test.paths()
+    if not test.columns or test.slices:
+        return {}
+    beside: dict[Path, Path] = {}
+    for path in paths:
         folder, *rest = path.relative_to(root).parts
-        return "/".join(["validation", *rest]) if folder == "test" and rest else None
-
-    def found(paths: Mapping[str, Path]) -> dict[str, Path]:
-        """Return the counterparts that exist; a path outside the directory is an error."""
-        names = {key: beside(path) for key, path in paths.items()}
-        return {
-            k: find_file(root, name)
-            for k, name in names.items()
-            if name and (root / name).is_file()
-        }
-
-    if not test.columns:
+        name = "/".join(["validation", *rest])
+        if folder == "test" and rest and (root / name).is_file():
+            beside[path] = find_file(root, name)
+    if any(path not in beside for path in paths):
         return {}
-    numerical = found({} if test.numerical is None else {"": test.numerical})
-    columns, ids, offsets = found(test.columns), found(test.ids), found(test.offsets)
-    if len(numerical) + len(columns) + len(ids) + len(offsets) < len(test.paths()):
-        return {}
-    return {"validation": SplitFiles(0, numerical.get(""), columns, ids, offsets)}
+    columns, ids, offsets = (
+        {name: beside[path] for name, path in files.items()}
+        for files in (test.columns, test.ids, test.offsets)
+    )
+    numerical = None if test.numerical is None else beside[test.numerical]
+    return {"validation": SplitFiles(0, numerical, columns, ids, offsets)}
 
 
 def find_file(root: Path, name: object) -> Path:
