@@ -184,7 +184,8 @@ class Progress:
             def update(text: str) -> None:
                 status.update(Text(printable(text)))
 
-            phase = Phase(name, update if self.console.is_terminal else self.say)
+            is_terminal = self.console.is_terminal
+            phase = Phase(name, update, 0.2) if is_terminal else Phase(name, self.say)
             yield phase
         seconds = time.perf_counter() - began
         self.console.print(f"{seconds:8.2f} s  {phase.name}", highlight=False, markup=False)
@@ -197,23 +198,22 @@ class Progress:
 
 
 class Phase:
-    """A running phase; `name` may be extended before its end."""
+    """A running phase; `name` may be extended before its end. `interval`: seconds between two lines that it shows."""
 
-    def __init__(self, name: str, show: Callable[[str], object]) -> None:
+    def __init__(self, name: str, show: Callable[[str], object], interval: float = 60) -> None:
         self.name = name  # text printed at its end
         self.detail = ""  # text about the current work
         self.total: float | None = None  # total work, in any unit; None if unknown
-        self._show = show
+        self._show, self._interval = show, interval
         self._began = self._shown = time.monotonic()
         self._first: float | None = None
 
     def update(self, done: float, rows: int | None = None) -> None:
-        """Show that `done` of `total` and `rows` rows are done, at most a few times per second."""
+        """Show that `done` of `total` and `rows` rows are done, unless the last line is too recent."""
         now = time.monotonic()
         if self._first is None:
             self._first = done  # work of an earlier run took no time of this run
-        interval = 0.2 if getattr(self._show, "__name__", "") == "update" else 60
-        if now - self._shown < interval:
+        if now - self._shown < self._interval:
             return
         self._shown = now
         self._show(self.describe(done, now - self._began, rows))
