@@ -249,16 +249,9 @@ def as_json(runs: Sequence[RunRecord]) -> str:
         row | {"options": run.options, "evaluations": run.evaluations, "summary": run.summary}
         for run, row in zip(runs, rows_of(runs), strict=True)
     ]
-    return json.dumps(_without_nan(objects), indent=2, allow_nan=False, default=str) + "\n"
-
-
-def _without_nan(value: Any) -> Any:
-    """Return a value with None instead of numbers that JSON lacks, which a damaged record may have."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    # A damaged record may have numbers that JSON lacks.
+    plain = json.loads(json.dumps(objects, default=str), parse_constant=lambda _: None)
+    return json.dumps(plain, indent=2, allow_nan=False) + "\n"
 
 
 def _differences(run: RunRecord, options: Sequence[str]) -> str:

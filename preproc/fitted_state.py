@@ -103,17 +103,15 @@ def latest_name(log: str) -> str:
 def features_of(table: TableConfig) -> dict[str, Any]:
     """Return the description of the features that a fitted state belongs to, as plain JSON."""
     whole = asdict(table)
-    features = json.loads(json.dumps({key: whole[key] for key in ("numerical", "categorical")}))
+    past = [key for key in ("history", "sequence") if whole[key]]
+    keys = ["numerical", "categorical", *past]
+    features = json.loads(json.dumps({key: whole[key] for key in keys}))
     for feature in features["categorical"]:
         # Without it the bytes are those of earlier versions.
         if feature["vocabulary_of"] is None:
             del feature["vocabulary_of"]
         if feature["take"] == "first" and not feature["length"]:
             del feature["take"], feature["length"]
-    if table.history:
-        features["history"] = json.loads(json.dumps(whole["history"]))
-    if table.sequence:
-        features["sequence"] = json.loads(json.dumps(whole["sequence"]))
     return features
 
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -239,7 +238,7 @@ class _Names:
     """Names of features by those of columns: names that files can have, each once."""
 
     def __init__(self) -> None:
-        self._used: Counter[str] = Counter(TAKEN)
+        self._used = set(TAKEN)
         self.by_column: dict[str, str] = {}
 
     def of(self, column: str) -> str:
@@ -249,7 +248,7 @@ class _Names:
         while name.lower() in self._used:
             number += 1
             name = f"{plain}_{number}"
-        self._used[name.lower()] += 1
+        self._used.add(name.lower())
         self.by_column[column] = name
         return name
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +73,9 @@ def file_tasks(spec: FeatureSpec) -> Iterator[FileTask]:
         labels = {files.columns.get(label.name): label for label in spec.labels}
         for path, check in checks.items():
             crc32 = listed.pop(path, _UNLISTED)[1]
-            task = FileTask(path, num_bytes_of[path], crc32, check)
-            is_label = path in labels
-            yield replace(task, split=split, label=labels[path]) if is_label else task
+            label = labels.get(path)
+            of_split = None if label is None else split
+            yield FileTask(path, num_bytes_of[path], crc32, check, split=of_split, label=label)
     for path, (num_bytes, crc32) in listed.items():
         if not path.is_file():
             raise ValueError(
