@@ -23,6 +23,7 @@ from nn.observability.records import BASELINE
 # C: models, a learning rate and a label each; S: weights of a model; T: binary labels
 
 MOST_ROWS = 1_000_000
+"""A dataset of more rows gets a baseline only if it is asked for, however few ids its rows have."""
 RATES, L2, BETA = (0.05, 0.15, 0.5), (3.0, 3.0, 1.0), 1.0
 BATCH_ROWS, PARTS = 1024, 64
 """A batch has rows of so many parts of the data, since neighbours may be alike."""

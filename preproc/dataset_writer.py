@@ -25,7 +25,7 @@ NO_DATA = ("report.png", "bad_rows.tsv")
 """Files with times of the run, or paths of its input. The spec does not list them: the same data have the same spec."""
 
 
-class GrowingFile(CountedFile):
+class RecordedFile(CountedFile):
     """One file of the dataset, written from its start, and synced at the end of the block; `record` is by its name."""
 
     checksum = staticmethod(crc32)

@@ -19,7 +19,7 @@ from dataloading.dataset.feature_spec import CategoricalFeature
 from preproc.column_store import StoredColumn
 from preproc.criteo.hash_table import ENTRY_BYTES, GROWING_ENTRY_BYTES, Counter, Lookup
 from preproc.criteo.tokenizer import NON_HEX
-from preproc.dataset_writer import GrowingFile, checksum
+from preproc.dataset_writer import RecordedFile, checksum
 from preproc.report.console import COVERAGE_LIMITS
 from preproc.vocabulary_sql import coverage, merge_counts, vocabulary
 
@@ -177,7 +177,7 @@ class ColumnEncoder:
                             stream.write(ids.data)
                     continue
                 zeros[split] = 0
-                with GrowingFile(self.dataset, f"{split}/{name}.bin") as file:
+                with RecordedFile(self.dataset, f"{split}/{name}.bin") as file:
                     for start, codes, ids in looked_up(split, piece):
                         if has_non_hex and (codes == NON_HEX).any():
                             # The ids of texts without a code.

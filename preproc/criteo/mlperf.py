@@ -23,7 +23,7 @@ from preproc.criteo.mlperf_columns import codes_of_texts, log_days, number_colum
 from preproc.criteo.parse import ColumnStore, parse_files
 from preproc.criteo.pipeline import CHUNK_ROWS, estimated_rows, finish_columns
 from preproc.criteo.shuffle import BASE_BYTES, shuffle_training
-from preproc.dataset_writer import GrowingFile, finish_dataset
+from preproc.dataset_writer import RecordedFile, finish_dataset
 from preproc.raw_files import find_files, find_gap, refuse_copies
 from preproc.report.console import (
     LabelSum,
@@ -144,7 +144,7 @@ def _write(
                 continue
             for split, rows in splits.items():
                 total = 0
-                with GrowingFile(work.dataset, f"{split}/{name}.bin") as file:
+                with RecordedFile(work.dataset, f"{split}/{name}.bin") as file:
                     for _, values in column.chunks(rows, CHUNK_ROWS):
                         file.append(values.astype(dtypes.get(name, column.dtype), copy=False))
                         total += int(np.count_nonzero(values)) if name == "label" else 0

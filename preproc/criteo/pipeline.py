@@ -28,7 +28,7 @@ from preproc.criteo.as_table import criteo_table
 from preproc.criteo.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
 from preproc.criteo.parse import NON_HEX_FILES, ColumnStore, parse_files
 from preproc.criteo.shuffle import BASE_BYTES, shuffle_training
-from preproc.dataset_writer import GrowingFile
+from preproc.dataset_writer import RecordedFile
 from preproc.line_blocks import blocks
 from preproc.raw_files import (
     RawFile,
@@ -350,12 +350,12 @@ def _write_plain(run: _Run, summaries: dict[str, SplitSummary]) -> None:
     for split, rows in run.splits.items():
         if split in done:
             continue
-        with GrowingFile(dataset, f"{split}/label.bin") as file:
+        with RecordedFile(dataset, f"{split}/label.bin") as file:
             for _, values in store.label.chunks(rows, CHUNK_ROWS):
                 file.append(values)
         work.state["files"] |= file.record
         counts = np.zeros(len(NUMERICAL), np.int64)
-        with GrowingFile(dataset, f"{split}/numerical.bin") as file:
+        with RecordedFile(dataset, f"{split}/numerical.bin") as file:
             for _, values in store.numerical.chunks(rows, CHUNK_ROWS):
                 # As integers: NumPy computes float16 slowly.
                 stored = values.view(bits)

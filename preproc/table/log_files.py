@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from configs.table_schema import EventLog
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.sequences import EVENTS, EventColumn
-from preproc.dataset_writer import GrowingFile
+from preproc.dataset_writer import RecordedFile
 from preproc.fitted_state import latest_name
 from preproc.report.console import LogCounts, RowEvents
 from preproc.table import output_files
@@ -80,7 +80,7 @@ def write_log(
     cursor = LogCursor(log.length)
     with ExitStack() as stack:
         written = [
-            stack.enter_context(GrowingFile(files.dataset, f"{EVENTS}/{name}.bin"))
+            stack.enter_context(RecordedFile(files.dataset, f"{EVENTS}/{name}.bin"))
             for name in names
         ]
         stream = stack.enter_context(firsts.open("wb"))
@@ -106,8 +106,8 @@ def _write_slices(files: TableFiles, name: str, of_rows: np.ndarray, counts: Log
     for split, rows in files.splits.items():
         seen = counts.splits[split] = RowEvents(len(rows))
         with (
-            GrowingFile(files.dataset, f"{split}/{name}.slices.bin") as slices,
-            GrowingFile(files.dataset, f"{split}/{name}.moments.bin") as moments,
+            RecordedFile(files.dataset, f"{split}/{name}.slices.bin") as slices,
+            RecordedFile(files.dataset, f"{split}/{name}.moments.bin") as moments,
         ):
             for start in range(rows.start, rows.stop, output_files.CHUNK_ROWS):
                 part = of_rows[start : min(start + output_files.CHUNK_ROWS, rows.stop)]

@@ -16,7 +16,7 @@ from dataloading.dataset.column_files import column_file_name
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.lineage import RARE, VOCABULARY
-from preproc.dataset_writer import GrowingFile
+from preproc.dataset_writer import RecordedFile
 from preproc.report.console import LabelSum, ListCounts, NumericalRange
 from preproc.table.expressions import RELATION_FILE, quoted, text
 from preproc.table.extension import DAYS_COLUMNS
@@ -117,7 +117,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         for (name, column), (split, rows) in product(columns.items(), self.splits.items()):
             total = LabelSum(0, column.is_binary)
             file_name = column_file_name(labels, column)
-            with GrowingFile(self.dataset, f"{split}/{file_name}") as file:
+            with RecordedFile(self.dataset, f"{split}/{file_name}") as file:
                 for part, chunk in self._chunks(self.rows_in, name, rows):
                     values = np.asarray(chunk[name], column.stored)
                     _expect(len(values) == len(part), name)
@@ -165,7 +165,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         """
         ranges = {name: NumericalRange() for name in names}
         for split, rows in self.splits.items():
-            with GrowingFile(self.dataset, f"{split}/numerical.bin") as file:
+            with RecordedFile(self.dataset, f"{split}/numerical.bin") as file:
                 for part, chunk in self._chunks(relation, ", ".join(columns), rows):
                     del chunk["row_"]
                     of_columns = [np.asarray(column) for column in chunk.values()]
@@ -207,11 +207,13 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         for split, rows in self.splits.items():
             counts[split] = count = IdCounts(lists=ListCounts() if described.is_list else None)
             with ExitStack() as stack:
-                file = stack.enter_context(GrowingFile(self.dataset, f"{split}/{feature.name}.bin"))
+                file = stack.enter_context(
+                    RecordedFile(self.dataset, f"{split}/{feature.name}.bin")
+                )
                 offsets, total = None, 0
                 if feature.hotness is None:
                     name = f"{split}/{feature.name}.offsets.bin"
-                    offsets = stack.enter_context(GrowingFile(self.dataset, name))
+                    offsets = stack.enter_context(RecordedFile(self.dataset, name))
                     offsets.append(np.zeros(1, "<i8"))
                 for found, lengths in read(rows):
                     missing = int(np.count_nonzero(found == NO_VALUE))
@@ -244,7 +246,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         rows_at_once = max(CHUNK_ROWS // hotness, 1)
         for split, rows in self.splits.items():
             counts[split] = count = IdCounts()
-            with GrowingFile(self.dataset, f"{split}/{feature.name}.bin") as file:
+            with RecordedFile(self.dataset, f"{split}/{feature.name}.bin") as file:
                 for part, chunk in self._chunks(slices, "stop_, length_", rows):
                     _expect(len(chunk["stop_"]) == len(part), feature.name)
                     for first in range(0, len(part), rows_at_once):

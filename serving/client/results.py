@@ -39,11 +39,22 @@ class LoadResult:
     ) -> "LoadResult":
         latencies = np.array(measured.latencies) * 1e3
         count = len(latencies)
-        rows_per_s, mean_ms = count * batch / measured.seconds, float(latencies.mean())
         p50, p90, p95, p99 = np.quantile(latencies, [0.5, 0.9, 0.95, 0.99]).tolist()
-        client_ms = measured.client_seconds * 1e3 / (count + measured.failed)
-        counts = (batch, concurrency, rate, count, measured.failed)
-        return cls(*counts, rows_per_s, mean_ms, p50, p90, p95, p99, client_ms, server_ms)
+        return cls(
+            batch=batch,
+            concurrency=concurrency,
+            rate=rate,
+            requests=count,
+            failed=measured.failed,
+            rows_per_s=count * batch / measured.seconds,
+            mean_ms=float(latencies.mean()),
+            p50_ms=p50,
+            p90_ms=p90,
+            p95_ms=p95,
+            p99_ms=p99,
+            client_ms=measured.client_seconds * 1e3 / (count + measured.failed),
+            server_ms=server_ms,
+        )
 
     @property
     def load(self) -> str:

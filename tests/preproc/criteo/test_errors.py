@@ -406,7 +406,7 @@ def test_a_full_disk_is_reported_and_the_next_run_resumes(tmp_path, monkeypatch)
         def full(*_):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        patch.setattr(output_module.GrowingFile, "append", full)
+        patch.setattr(output_module.RecordedFile, "append", full)
         fails(
             rf"No space left on device: output={output}; free some space and rerun the same command "
             "\\(it resumes\\), or move output or temp_directory",
