@@ -94,7 +94,10 @@ def composed_command(
             yield
         except Exception as error:
             # From the task they are its own errors, or bugs; before it only options and yaml files are read.
-            if _was_called(task, error) or isinstance(error, ImportError):
+            code = inspect.unwrap(task).__code__
+            frames = traceback.walk_tb(error.__traceback__)
+            was_called = any(frame.f_code is code for frame, _ in frames)
+            if was_called or isinstance(error, ImportError):
                 raise
             if isinstance(error, BrokenPipeError):
                 # Whoever reads has read enough, as `--help | head` does; Python would write the rest when it ends.
@@ -301,11 +304,6 @@ def project_version() -> str:
     if checkout.is_file():
         return tomllib.loads(checkout.read_text(encoding="utf-8"))["project"]["version"]
     return metadata.version(PROJECT)
-
-
-def _was_called(function: Callable, error: BaseException) -> bool:
-    code = inspect.unwrap(function).__code__
-    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def end_command(message: str, exit_code: int = USER_ERROR_EXIT_CODE) -> NoReturn:

@@ -146,16 +146,11 @@ def group_help(group: str, *, is_short: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _width() -> int:
-    if not sys.stdout.isatty():
-        return WIDTH
-    columns = shutil.get_terminal_size().columns - 1
-    return min(max(columns, MEANING_COLUMN + 20), MOST_WIDTH)
-
-
 def _entry(head: str, meaning: str) -> list[str]:
     """Return the lines of an entry: its head and, beside or below it, its meaning."""
-    wrapped = textwrap.wrap(meaning, _width() - MEANING_COLUMN, break_on_hyphens=False)
+    columns = shutil.get_terminal_size().columns - 1 if sys.stdout.isatty() else WIDTH
+    width = min(max(columns, MEANING_COLUMN + 20), MOST_WIDTH)
+    wrapped = textwrap.wrap(meaning, width - MEANING_COLUMN, break_on_hyphens=False)
     head = f"  {head}"
     if len(head) <= MEANING_COLUMN - 2 and wrapped:
         head = head.ljust(MEANING_COLUMN) + wrapped.pop(0)

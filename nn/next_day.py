@@ -44,7 +44,18 @@ def day_to_train(
     path = facts["config"]["data"]["path"]
     lineage = Lineage.of(spec.metadata)
     if not config.checkpoint.allow_changes:
-        _check_follows(config, before, lineage, path)
+        where = f"data.path={config.data.path}"
+        may_allow = "or checkpoint.allow_changes=true if the ids that both have mean the same"
+        if lineage.parent is None:
+            raise ValueError(
+                f"{where} does not say which dataset it follows; make it with python -m preproc mode=extend fitted={path}, "
+                + may_allow
+            )
+        if lineage.parent != before.identity:
+            raise ValueError(
+                f"{where} is day {lineage.day} after another fit than that of data.path={path}, which "
+                f"run_dir={config.run_dir} was trained on; set it to the day that was extended from {path}, {may_allow}"
+            )
     if not facts["trainer"][ENDS_DAY]:
         raise ValueError(
             f"run_dir={config.run_dir} has not finished the day of data.path={path}, step {facts['num_steps']:,} is its "
@@ -57,21 +68,6 @@ def day_to_train(
             "scheduler.decay_start_step=null, or a later one"
         )
     return Day(before.number + 1, first, lineage.identity, path, is_new=True)
-
-
-def _check_follows(config: Config, before: Day, now: Lineage, path: str | None) -> None:
-    where = f"data.path={config.data.path}"
-    may_allow = "or checkpoint.allow_changes=true if the ids that both have mean the same"
-    if now.parent is None:
-        raise ValueError(
-            f"{where} does not say which dataset it follows; make it with python -m preproc mode=extend fitted={path}, "
-            + may_allow
-        )
-    if now.parent != before.identity:
-        raise ValueError(
-            f"{where} is day {now.day} after another fit than that of data.path={path}, which run_dir={config.run_dir} was "
-            f"trained on; set it to the day that was extended from {path}, {may_allow}"
-        )
 
 
 def next_day_hint(config: Config, spec: FeatureSpec, facts: Mapping[str, Any]) -> str:

@@ -107,7 +107,7 @@ def own_resume_point(
     All ranks must call it, and raise ValueError if the checkpoint is another run's.
     """
     if ranks.run_on_rank0(lambda: _has_own_checkpoint(config)):
-        start = _latest_intact(config, model_spec(config, source), ranks, HostChannel(), logger)
+        start = _latest_intact(config, model_spec(config, source), ranks, logger)
         if start.is_continuation:
             return start
     if config.day is not None and config.mode is Mode.train:
@@ -301,10 +301,9 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
     return ResumePoint(path, facts, day=replace(day, first_step=first_step))
 
 
-def _latest_intact(
-    config: Config, spec: FeatureSpec, ranks: Ranks, channel: HostChannel, logger: Logger
-) -> ResumePoint:
+def _latest_intact(config: Config, spec: FeatureSpec, ranks: Ranks, logger: Logger) -> ResumePoint:
     """Find the latest intact checkpoint of `config.run_dir`; all ranks must call it, and share the reading of its bytes."""
+    channel = HostChannel()
     while True:
         latest = ranks.run_on_rank0(lambda: _latest(config, logger))
         if latest is None:

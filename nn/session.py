@@ -385,16 +385,6 @@ def _recorder(
     return made[0] if made else make(run_dir, loggers=None, kept=None)
 
 
-def _negatives_fact(config: Config) -> dict[str, str]:
-    options = config.data.negatives
-    if not options.features:
-        return {}
-    avoided = f", none of them in {options.history}" if options.history else ""
-    return {
-        "negatives": f"{options.per_row} of {1 + options.per_row} rows, {', '.join(options.features)} by {options.rule}{avoided}"
-    }
-
-
 def _header_facts(
     config: Config, source: Source, run_dir: Path, start: ResumePoint
 ) -> dict[str, str]:
@@ -407,10 +397,14 @@ def _header_facts(
         "data": f"{config.data.path or SYNTHETIC}, "
         f"{rows:,} training rows{f' and those of {config.data.watch_dir}' * is_stream}, "
         f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
-        **_negatives_fact(config),
-        "seed": str(config.seed),
-        "run_dir": str(run_dir),
     }
+    negatives = config.data.negatives
+    if negatives.features:
+        avoided = f", none of them in {negatives.history}" if negatives.history else ""
+        names = ", ".join(negatives.features)
+        counts = f"{negatives.per_row} of {1 + negatives.per_row} rows"
+        facts["negatives"] = f"{counts}, {names} by {negatives.rule}{avoided}"
+    facts |= {"seed": str(config.seed), "run_dir": str(run_dir)}
     starts_at_zero = config.mode is Mode.train and not config.checkpoint.takes_optimizer
     if start.is_continuation:
         facts["resumes"] = f"{start.path}, {start.num_steps:,} steps"

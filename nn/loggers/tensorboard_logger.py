@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -110,8 +111,7 @@ class _Events:
             self._add(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add(self, tag: str, value: float, step: int) -> None:
-        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
-        self._add(Event(step=step, summary=summary))
+        self.add_summary(Summary(value=[Summary.Value(tag=tag, simple_value=value)]), step)
 
     def add_summary(self, summary: Summary, step: int) -> None:
         self._add(Event(step=step, summary=summary))
@@ -121,14 +121,6 @@ class _Events:
 
     def _add(self, event: Event) -> None:
         event.wall_time = time.time()
-        RecordWriter(_Pieces(self._file)).write(event.SerializeToString())
-
-
-class _Pieces:
-    """The part of a stream that `RecordWriter` uses; a record is one write."""
-
-    def __init__(self, file: AppendedFile) -> None:
-        self._file = file
-
-    def write(self, piece: bytes) -> None:
-        self._file.append(piece)
+        # All of a stream that the writer uses; a record is one write.
+        stream = SimpleNamespace(write=self._file.append)
+        RecordWriter(stream).write(event.SerializeToString())

@@ -24,11 +24,8 @@ def roc_auc(scores: Tensor, labels: Tensor) -> float:
     """
     assert scores.shape == labels.shape, (scores.shape, labels.shape)
     is_positive = labels > 0.5
-    return _auc_of_classes(scores[is_positive], scores[~is_positive])
-
-
-def _auc_of_classes(positives: Tensor, negatives: Tensor) -> float:
-    """Compute Mann-Whitney's U over pairs counted in integers (up to 2**63): exact, whatever the order of rows and the ranks."""
+    positives, negatives = scores[is_positive], scores[~is_positive]
+    # Mann-Whitney's U over pairs counted in integers (up to 2**63): exact, whatever the order of rows and the ranks.
     num_pairs = positives.numel() * negatives.numel()
     if num_pairs == 0 or bool(positives.isnan().any() | negatives.isnan().any()):
         return math.nan

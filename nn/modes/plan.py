@@ -45,7 +45,9 @@ def show_plan(config: Config, config_yaml: str) -> None:
     hardware = planned_hardware(config)
     _, rows, disk_room = checked_plan(config, source, hardware)
     print_hardware(console, config, hardware)
-    if hardware.world_size > 1 and _is_here(hardware):
+    has_devices = hardware.device_type == "cpu" or torch.cuda.is_available()
+    is_here = launched_world() == (hardware.world_size, hardware.local_world_size)
+    if hardware.world_size > 1 and has_devices and is_here:
         ranks = ranks_from_environment(hardware.device_type)
         with process_group(ranks):
             print_rates(console, *measured_rates(ranks))
@@ -80,12 +82,6 @@ def show_plan(config: Config, config_yaml: str) -> None:
         write_plan(run_dir, rows, memory)
         if description is not None:
             write_model(run_dir, description)
-
-
-def _is_here(hardware: Hardware) -> bool:
-    """Return whether the ranks of this launch are those of the hardware."""
-    has_devices = hardware.device_type == "cpu" or torch.cuda.is_available()
-    return has_devices and launched_world() == (hardware.world_size, hardware.local_world_size)
 
 
 def fitting_chunks(

@@ -42,15 +42,11 @@ def topology_text(gpus: Sequence[Mapping[str, Any]]) -> str:
             f"{'unknown' if node is None else node}: GPU {ranges(found)}"
             for node, found in nodes.items()
         )
-    return text if len(gpus) < 2 else f"{text}; {_peer_access(gpus)}"
-
-
-def _peer_access(gpus: Sequence[Mapping[str, Any]]) -> str:
-    groups = dict.fromkeys(
-        tuple(sorted({number, *gpu["peers"]})) for number, gpu in enumerate(gpus)
-    )
+    if len(gpus) < 2:
+        return text
+    groups = {tuple(sorted({number, *gpu["peers"]})): None for number, gpu in enumerate(gpus)}
     if len(groups) == 1:
-        return "peer access between all"
+        return f"{text}; peer access between all"
     if all(len(group) == 1 for group in groups):
-        return "no peer access"
-    return "peer access within GPU " + " and ".join(ranges(group) for group in groups)
+        return f"{text}; no peer access"
+    return f"{text}; peer access within GPU {' and '.join(map(ranges, groups))}"

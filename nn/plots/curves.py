@@ -187,7 +187,7 @@ def _draw_loss(axes: Any, run: RunRecords, *, is_sum: bool) -> None:
         title = "log loss" if is_same else f"loss of training, log loss of {run.split}"
     axes.set_title(title)
     _draw_train(axes, loss, TRAIN, "train")
-    _draw_test(axes, test, run.split)
+    _draw_points(axes, test, TEST, run.split)
     _finish(axes, {TRAIN: loss, TEST: test})
 
 
@@ -200,7 +200,7 @@ def _draw_metric(axes: Any, run: RunRecords, metric: Metric) -> None:
         plain("ROC AUC" if metric == AUC else metric.title.removeprefix("test ")) + undefined
     )
     _draw_train(axes, train, TRAIN, "train, latest rows")
-    _draw_test(axes, test, run.split)
+    _draw_points(axes, test, TEST, run.split)
     _mark_best(axes, test, metric, run.records)
     _mark_restored(axes, run.header, test)
     ceiling = run.header.get("teacher_auc")
@@ -229,7 +229,9 @@ def _draw_rate(axes: Any, run: RunRecords) -> None:
 
 
 def _draw_points(axes: Any, line: Series, color: str, label: str | None = None) -> None:
-    """Draw a line whose points are seen, and labelled, if there are few of them."""
+    """Draw a line, if it has points, which are seen and labelled if there are few of them."""
+    if not len(line[0]):
+        return
     points = {"marker": "o", "markersize": 4} if len(line[0]) < SMOOTH_FROM else {}
     axes.plot(*thinned(line), color=color, linewidth=1.8, label=label, **points)
     if len(line[0]) <= LABELLED:
@@ -248,16 +250,10 @@ def _draw_points(axes: Any, line: Series, color: str, label: str | None = None) 
 def _draw_train(axes: Any, line: Series, color: str, label: str | None = None) -> None:
     steps, values = line
     if len(values) < SMOOTH_FROM:
-        if len(values):
-            _draw_points(axes, line, color, label)
+        _draw_points(axes, line, color, label)
         return
     axes.plot(*thinned(line), color=color, alpha=0.25, linewidth=0.8)
     axes.plot(*thinned((steps, smoothed(values))), color=color, linewidth=1.8, label=label)
-
-
-def _draw_test(axes: Any, line: Series, split: str) -> None:
-    if len(line[0]):
-        _draw_points(axes, line, TEST, split)
 
 
 def _mark_best(axes: Any, line: Series, metric: Metric, records: Records) -> None:

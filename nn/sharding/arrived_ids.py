@@ -36,11 +36,11 @@ class ArrivedIds:
         self._sizes = [num_samples * hotness for hotness in stored.values()]
         self._capacities = [counts[name].capacity for name in features[len(fixed) :]]
         self._expand = IdExpansion(fixed, num_samples, stored, tables.expansions)
-        expanded = {
-            feature: IdCount(hotness, batch_size * hotness)
-            for feature, hotness in stored.items()
-            for hotness in (hotness * (1 + _further_ids(tables, feature)),)
-        }
+        expanded = {}
+        for feature, hotness in stored.items():
+            if feature in tables.expansions:
+                hotness *= 1 + tables.expansions[feature].shape[1]
+            expanded[feature] = IdCount(hotness, batch_size * hotness)
         ragged = {feature: counts[feature] for feature in features[len(fixed) :]}
         self.blocks = id_blocks(expanded | ragged, num_sources, batch_size)
 
@@ -59,11 +59,6 @@ class ArrivedIds:
             arrived[num_fixed:], self._capacities, self._num_sources, self._batch_size
         )
         return torch.cat([self._expand(arrived[:num_fixed]), ragged])
-
-
-def _further_ids(tables: RankTables, feature: str) -> int:
-    expansion = tables.expansions.get(feature)
-    return 0 if expansion is None else expansion.shape[1]
 
 
 def features_of(

@@ -50,7 +50,11 @@ class Evaluator:
         self._ranks = ranks
         self._heartbeat = heartbeat or Heartbeat()
         self._group = config.group
-        self._stored = self._source_of_groups(stored)
+        # Groups are the ids of the batches, or are read: the rows of keys are none, since all keys that are new have the same.
+        source = loader.source if stored is None else stored
+        is_keyed = any(f.name == config.group and f.is_dynamic for f in source.spec.categorical)
+        reads_groups = config.group is not None and (is_keyed or stored is not None)
+        self._stored = source if reads_groups else None
         self.problem: str | None = None
         self.predictions: dict[str, dict[str, Any]] = {}
         self._num_batches = self._available(config.max_steps)
@@ -116,13 +120,6 @@ class Evaluator:
         split = self._loader.split
         available = self._loader.source.num_rows(split)
         return {"split": split, "rows": min(rows, available), "group": self._group}
-
-    def _source_of_groups(self, stored: Source | None) -> Source | None:
-        """Return the source to read groups from; None if they are the ids of the batches."""
-        source = self._loader.source if stored is None else stored
-        is_keyed = any(f.name == self._group and f.is_dynamic for f in source.spec.categorical)
-        # The rows of keys are no groups: all keys that are new have the same one.
-        return source if self._group is not None and (is_keyed or stored is not None) else None
 
     def _groups(self, index: int) -> Tensor | None:
         """Return the groups of the rows of a batch, as they are stored; None if they are its ids."""
