@@ -352,3 +352,17 @@ class RowReader:
 def rows_per_block(size: Sequence[int], dtype: str, block_bytes: int = BLOCK_BYTES) -> int:
     """Return the rows of a tensor that make a block of about `block_bytes`."""
     return max(1, block_bytes // max(1, math.prod(size[1:]) * DTYPES[dtype].itemsize))
+
+
+def converted(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
+    """Return numbers in another dtype, rounded to the nearest; bfloat16 is uint16, as in files."""
+    if dtype == wanted:
+        return values
+    if dtype == "bfloat16":
+        return converted((values.astype(np.uint32) << 16).view(np.float32), "float32", wanted)
+    if wanted == "bfloat16":
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+        # To the nearest, and to the even one of two; a NaN must not become an infinity.
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
+    return values.astype(DTYPES[wanted])

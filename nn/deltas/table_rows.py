@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nn.checkpoint.tensor_index import DTYPES, RowReader, StoredTensor, rows_per_block
+from nn.checkpoint.tensor_index import (
+    DTYPES,
+    RowReader,
+    StoredTensor,
+    converted,
+    rows_per_block,
+)
 from nn.deltas.delta import Delta
 from nn.deltas.row_ids import decode_ids
 
@@ -163,17 +169,3 @@ def dequantized(rows: np.ndarray, scales: np.ndarray, columns: int) -> np.ndarra
         both = np.stack([rows & 15, rows >> 4], axis=2).reshape(len(rows), -1)
         rows = both[:, :columns].astype(np.int8) - np.int8(8)
     return rows * scales[:, None]
-
-
-def converted(values: np.ndarray, dtype: str, wanted: str) -> np.ndarray:
-    """Return numbers in another dtype, rounded to the nearest; bfloat16 is uint16, as in files."""
-    if dtype == wanted:
-        return values
-    if dtype == "bfloat16":
-        return converted((values.astype(np.uint32) << 16).view(np.float32), "float32", wanted)
-    if wanted == "bfloat16":
-        bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-        # To the nearest, and to the even one of two; a NaN must not become an infinity.
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16)
-    return values.astype(DTYPES[wanted])

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from nn.checkpoint.tensor_index import CHECKSUM_BYTES, DTYPES
+from nn.checkpoint.tensor_index import CHECKSUM_BYTES, DTYPES, converted
 
 SAFETENSORS_DTYPES = {
     "float64": "F64",
@@ -60,15 +60,8 @@ class Array:
 
     def as_float32(self) -> "Array":
         """Return 16-bit numbers as float32, which is exact."""
-
-        def widened() -> Iterator[np.ndarray]:
-            for block in self.blocks:
-                if self.dtype == "bfloat16":
-                    yield (block.astype(np.uint32) << 16).view(np.float32)
-                else:
-                    yield block.astype(np.float32)
-
-        return Array("float32", self.size, widened())
+        blocks = (converted(block, self.dtype, "float32") for block in self.blocks)
+        return Array("float32", self.size, blocks)
 
 
 @dataclass(frozen=True, slots=True)
