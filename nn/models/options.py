@@ -88,8 +88,9 @@ class DCNv2Options(_TwoMLPOptions):
 
 @dataclass(kw_only=True, slots=True)
 class _TowerOptions(ModelConfig):
-    """Options of `nn.models.features.rates`."""
+    """Options of `nn.models.features.rates`, beside tables of few columns."""
 
+    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     dropout: float = rate(0.0, "rate of the dropout after every hidden layer")
     batch_norm: bool = option(
         False, "normalise hidden layers over the rows of the global batch, before their activation"
@@ -238,7 +239,6 @@ class AttentionPooling(Enum):
 class DINOptions(_TowerOptions):
     """Options of DIN."""
 
-    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     sequence: str | None = option(
         None,
         "sequence group with the history, whose features pair with item_features in order and share their tables; "
@@ -278,7 +278,6 @@ OF_GROUP = "sequence group with the events; null: the only one"
 
 @dataclass(kw_only=True, slots=True)
 class _SequenceOptions(_DeepOptions):
-    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     sequence: str | None = option(None, OF_GROUP)
     item_features: list[str] = option(
         [], "features of the candidate; each shares its table with a feature of the group, in order"
@@ -359,7 +358,6 @@ class SIMOptions(_SequenceOptions):
 
 @dataclass(kw_only=True, slots=True)
 class _TaskOptions(_TowerOptions):
-    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     tower_hidden: list[int] = widths([64], "widths of the hidden layers of every task's tower")
 
 
@@ -476,7 +474,6 @@ class ESMMOptions(_TaskOptions):
 class PEPNetOptions(_TowerOptions):
     """Options of PEPNet."""
 
-    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     domain_features: list[str] = option([], "features of the domain, which gate all embeddings")
     prior_features: list[str] = option(
         [], "features of user, item and author, which gate the towers' hidden layers"
@@ -490,7 +487,6 @@ class PEPNetOptions(_TowerOptions):
 class STAROptions(_TowerOptions):
     """Options of STAR."""
 
-    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
     domain: str | None = option(
         None,
         "numerical feature with the number of a row's domain, from 0 to domains - 1",
