@@ -39,7 +39,7 @@ class MLP(nn.Module):
         num_inputs: int,
         widths: Sequence[int],
         *,
-        final_activation: bool,
+        final_activation: bool = False,
         dropout: float = 0.0,
         batch_norm: bool = False,
     ) -> None:

@@ -29,10 +29,8 @@ class AutoInt(VectorModel):
         self.layers = nn.ModuleList(
             InteractingLayer(before, options.heads, options.head_dim) for before in inputs
         )
-        self.logit = MLP(self.vectors.num_features * columns, [1], final_activation=False)
-        self.deep = MLP(
-            self.vectors.columns, [*options.hidden, 1], final_activation=False, **rates(options)
-        )
+        self.logit = MLP(self.vectors.num_features * columns, [1])
+        self.deep = MLP(self.vectors.columns, [*options.hidden, 1], **rates(options))
         self._inputs, self._columns, self._heads = inputs, columns, options.heads
 
     def activations(self) -> Activations:

@@ -45,9 +45,9 @@ class DCNv2(Model):
                     f"model.top_mlp={top_mlp}; give it a width before the last, or use stacked"
                 )
             self.deep = MLP(width, hidden, final_activation=True, **rates(options))
-            self.top = MLP(width + hidden[-1], [last], final_activation=False)
+            self.top = MLP(width + hidden[-1], [last])
         else:
-            self.top = MLP(width, top_mlp, final_activation=False, **rates(options))
+            self.top = MLP(width, top_mlp, **rates(options))
 
     def activations(self) -> Activations:
         """Return the columns that the cross layers keep: the gradient of x0 * (W x + b) needs W x + b, as wide as x."""

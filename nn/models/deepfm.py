@@ -26,9 +26,7 @@ class DeepFM(LinearVectorModel):
 
     def __init__(self, options: DeepFMOptions, spec: FeatureSpec) -> None:
         super().__init__(options, spec)
-        self.deep = MLP(
-            self.vectors.columns, [*options.hidden, 1], final_activation=False, **rates(options)
-        )
+        self.deep = MLP(self.vectors.columns, [*options.hidden, 1], **rates(options))
 
     def activations(self) -> Activations:
         """Return the float32 copy of the vectors, which the squares need again, and the operations of the pairs."""

@@ -38,9 +38,7 @@ class DLRM(Model):
             num_categorical, options.embedding_dim, has_bottom=self.bottom is not None
         )
         self.fuses_lookup = self.bottom is not None and self.interaction.is_fusible
-        self.top = MLP(
-            self.interaction.num_outputs, options.top_mlp, final_activation=False, **rates(options)
-        )
+        self.top = MLP(self.interaction.num_outputs, options.top_mlp, **rates(options))
         self._product_flops = 2 * options.embedding_dim * self.interaction.num_pairs
 
     def activations(self) -> Activations:

@@ -38,10 +38,7 @@ class EmbeddingMLP(Model):
                 self._embedding_columns += widths[table] * positions
         self.prefix_columns = len(spec.numerical)
         self.mlp = MLP(
-            self.prefix_columns + self._embedding_columns,
-            [*options.hidden, 1],
-            final_activation=False,
-            **rates(options),
+            self.prefix_columns + self._embedding_columns, [*options.hidden, 1], **rates(options)
         )
 
     @classmethod

@@ -31,11 +31,8 @@ class FeatureGate(nn.Module):
         super().__init__()
         self._positions = list(positions)
         self.constant = None if positions else nn.Parameter(torch.zeros(1, embedding_dim))
-        self.gate = MLP(
-            max(len(positions), 1) * embedding_dim,
-            [*hidden, num_features * embedding_dim],
-            final_activation=False,
-        )
+        inputs = max(len(positions), 1) * embedding_dim
+        self.gate = MLP(inputs, [*hidden, num_features * embedding_dim])
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Map vectors [B, F, D] to [B, F * D]."""

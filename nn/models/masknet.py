@@ -29,9 +29,9 @@ class MaskBlock(nn.Module):
         self, vector_columns: int, inputs: int, width: int, aggregation: int, dropout: float
     ) -> None:
         super().__init__()
-        self.aggregation = MLP(vector_columns, [aggregation], final_activation=False)
-        self.projection = MLP(aggregation, [inputs], final_activation=False)
-        self.hidden = MLP(inputs, [width], final_activation=False)
+        self.aggregation = MLP(vector_columns, [aggregation])
+        self.projection = MLP(aggregation, [inputs])
+        self.hidden = MLP(inputs, [width])
         self.norm = nn.LayerNorm(width)
         self.dropout = Dropout(dropout) if dropout else None
 
@@ -86,10 +86,7 @@ class MaskNet(VectorModel):
         self.blocks = cast(Sequence[MaskBlock], made)
         hidden: Sequence[int] = () if self.is_serial else options.hidden
         self.top = MLP(
-            blocks[-1] if self.is_serial else sum(blocks),
-            [*hidden, 1],
-            final_activation=False,
-            **rates(options),
+            blocks[-1] if self.is_serial else sum(blocks), [*hidden, 1], **rates(options)
         )
 
     def activations(self) -> Activations:

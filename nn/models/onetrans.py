@@ -130,9 +130,7 @@ class OneTrans(SequenceModel):
         sizes = columns, tokens, options.heads, options.expansion, options.block_dropout
         for number in range(options.blocks):
             self.blocks.append(OneTransBlock(*sizes, number == options.blocks - 1))
-        self.top = TopMLP(
-            tokens * columns, [*options.hidden, 1], final_activation=False, **rates(options)
-        )
+        self.top = TopMLP(tokens * columns, [*options.hidden, 1], **rates(options))
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         parts = self.inputs.read(numerical, embeddings)

@@ -22,7 +22,7 @@ class GateUnit(nn.Module):
 
     def __init__(self, prior: int, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.mlp = MLP(prior + inputs, [outputs, outputs], final_activation=False)
+        self.mlp = MLP(prior + inputs, [outputs, outputs])
 
     def forward(self, prior: Tensor, x: Tensor) -> Tensor:
         """Map the prior [B, P] and x [B, C] to gates [B, outputs]."""

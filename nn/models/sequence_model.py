@@ -71,7 +71,6 @@ class SequenceModel(Model):
         self.top = TopMLP(
             self.inputs.item_columns + columns + self.inputs.num_others,
             [*options.hidden, 1],
-            final_activation=False,
             **rates(options),
         )
 

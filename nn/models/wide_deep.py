@@ -36,9 +36,7 @@ class WideDeep(Model):
         self.prefix_columns = len(spec.numerical)
         self._num_wide = len(wide)
         self._deep_columns = self.prefix_columns + len(deep) * options.embedding_dim
-        self.deep = MLP(
-            self._deep_columns, [*options.hidden, 1], final_activation=False, **rates(options)
-        )
+        self.deep = MLP(self._deep_columns, [*options.hidden, 1], **rates(options))
         self.wide = (
             nn.Linear(self.prefix_columns, 1, bias=False) if options.wide_numerical else None
         )

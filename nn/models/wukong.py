@@ -52,12 +52,7 @@ class WuKongLayer(nn.Module):
         self.num_outputs = num_fm + num_linear
         self.compression = Recombination(inputs, rank)
         self.product_norm = nn.LayerNorm(inputs * rank)
-        self.fm = MLP(
-            inputs * rank,
-            [*options.fm_hidden, num_fm * embedding_dim],
-            final_activation=False,
-            **rates(options),
-        )
+        self.fm = MLP(inputs * rank, [*options.fm_hidden, num_fm * embedding_dim], **rates(options))
         self.linear = Recombination(inputs, num_linear)
         self.residual = (
             None if inputs == self.num_outputs else Recombination(inputs, self.num_outputs)
@@ -91,9 +86,7 @@ class WuKong(Model):
         sizes = [len(spec.categorical) + bool(num_numerical)]
         sizes += [options.fm_vectors + options.linear_vectors] * options.layers
         self.layers = nn.ModuleList(WuKongLayer(size, dim, options) for size in sizes[:-1])
-        self.top = MLP(
-            sizes[-1] * dim, [*options.hidden, 1], final_activation=False, **rates(options)
-        )
+        self.top = MLP(sizes[-1] * dim, [*options.hidden, 1], **rates(options))
         self._dim, self._sizes, self._rank = dim, sizes, options.compression
 
     def activations(self) -> Activations:

@@ -33,9 +33,7 @@ class XDeepFM(LinearVectorModel):
             for before, after in pairwise(sizes)
         )
         self.logit = nn.Linear(sum(options.cross_layers), 1, bias=False)
-        self.deep = MLP(
-            self.vectors.columns, [*options.hidden, 1], final_activation=False, **rates(options)
-        )
+        self.deep = MLP(self.vectors.columns, [*options.hidden, 1], **rates(options))
         self._sizes, self._dim = sizes, options.embedding_dim
 
     def activations(self) -> Activations:

@@ -57,7 +57,7 @@ class Towers(nn.Module):
     ) -> None:
         super().__init__()
         self.towers = nn.ModuleList(
-            MLP(num_inputs, [*hidden, 1], final_activation=False, **rates) for _ in range(num_tasks)
+            MLP(num_inputs, [*hidden, 1], **rates) for _ in range(num_tasks)
         )
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
