@@ -20,6 +20,14 @@ def widths(default: list[int], meaning: str, *, filled: bool = False) -> Any:
     return option(default, meaning, most=MOST_WIDTH, gt=0, filled=filled)
 
 
+def columns(default: int, meaning: str) -> Any:
+    return option(default, meaning, most=MOST_COLUMNS, gt=0)
+
+
+def count(default: int, meaning: str, *, most: int = 1024) -> Any:
+    return option(default, meaning, most=most, gt=0)
+
+
 def rate(default: float, meaning: str) -> Any:
     return option(default, meaning, ge=0, lt=1)
 
@@ -69,7 +77,7 @@ class CrossConfig(Section):
 
     section = "model.cross"
 
-    num_layers: int = option(3, "cross layers", most=1024, gt=0)
+    num_layers: int = count(3, "cross layers")
     projection_dim: int | None = option(
         512, "rank of each cross layer's weight; null is full rank", most=MOST_WIDTH, gt=0
     )
@@ -90,7 +98,7 @@ class DCNv2Options(_TwoMLPOptions):
 class _TowerOptions(ModelConfig):
     """Options of `nn.models.features.rates`, beside tables of few columns."""
 
-    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    embedding_dim: int = columns(16, "columns of every table")
     dropout: float = rate(0.0, "rate of the dropout after every hidden layer")
     batch_norm: bool = option(
         False, "normalise hidden layers over the rows of the global batch, before their activation"
@@ -106,9 +114,9 @@ class _DeepOptions(_TowerOptions):
 class WideDeepOptions(_DeepOptions):
     """Options of Wide & Deep."""
 
-    embedding_dim: int = option(16, "columns of every deep table", most=MOST_COLUMNS)
-    hidden: list[int] = option([1024, 1024], "widths of the MLP's hidden layers", most=MOST_WIDTH)
-    dropout: float = option(0.5, "rate of the dropout after every hidden layer")
+    embedding_dim: int = columns(16, "columns of every deep table")
+    hidden: list[int] = widths([1024, 1024], "widths of the MLP's hidden layers")
+    dropout: float = rate(0.5, "rate of the dropout after every hidden layer")
     wide_features: list[str] | None = option(
         None, "features of the linear part, such as crosses: [C1_C2, C3_C4]; null: all"
     )
@@ -122,13 +130,11 @@ class WideDeepOptions(_DeepOptions):
 class DeepFMOptions(_DeepOptions):
     """Options of DeepFM."""
 
-    embedding_dim: int = option(
-        10, "columns of every feature's vector; its weight is one more", most=MOST_COLUMNS
-    )
+    embedding_dim: int = columns(10, "columns of every feature's vector; its weight is one more")
     embedding_init: float | None = option(
         SMALL_INIT, "bound of the tables' initial weights; null: 1/sqrt(rows) of each table"
     )
-    dropout: float = option(0.5, "rate of the dropout after every hidden layer")
+    dropout: float = rate(0.5, "rate of the dropout after every hidden layer")
 
 
 Pooling = StrEnum("Pooling", "sum mean none")
@@ -138,10 +144,8 @@ Pooling = StrEnum("Pooling", "sum mean none")
 class EmbeddingMLPOptions(_DeepOptions):
     """Options of the MLP over embeddings."""
 
-    embedding_dim: int = option(
-        16, "columns of the tables that embedding_dims does not name", most=MOST_COLUMNS
-    )
-    hidden: list[int] = option([128, 128], "widths of the MLP's hidden layers", most=MOST_WIDTH)
+    embedding_dim: int = columns(16, "columns of the tables that embedding_dims does not name")
+    hidden: list[int] = widths([128, 128], "widths of the MLP's hidden layers")
     pooling: Pooling = option(
         Pooling.sum, "sum or mean of the embeddings of a feature's ids, or none: side by side"
     )
@@ -151,7 +155,7 @@ class EmbeddingMLPOptions(_DeepOptions):
 class FinalMLPOptions(ModelConfig):
     """Options of FinalMLP."""
 
-    embedding_dim: int = option(10, "columns of every feature's vector", most=MOST_COLUMNS)
+    embedding_dim: int = columns(10, "columns of every feature's vector")
     hidden_1: list[int] = widths([400, 400, 400], "widths of the first stream", filled=True)
     hidden_2: list[int] = widths([800], "widths of the second stream", filled=True)
     gate_hidden: list[int] = widths([800], "widths of a gate's hidden layers")
@@ -179,7 +183,7 @@ MaskStructure = StrEnum("MaskStructure", "serial parallel")
 class MaskNetOptions(_TowerOptions):
     """Options of MaskNet."""
 
-    embedding_dim: int = option(10, "columns of every feature's vector", most=MOST_COLUMNS)
+    embedding_dim: int = columns(10, "columns of every feature's vector")
     structure: MaskStructure = option(
         MaskStructure.serial, "serial: block after block; parallel: side by side, then an MLP"
     )
@@ -204,15 +208,11 @@ class MaskNetOptions(_TowerOptions):
 class WuKongOptions(_TowerOptions):
     """Options of WuKong."""
 
-    embedding_dim: int = option(16, "columns of every vector", most=MOST_COLUMNS)
-    layers: int = option(2, "interaction layers, the paper's l", most=1024, gt=0)
-    fm_vectors: int = option(
-        8, "vectors of a factorization machine block, n_F", most=MOST_COLUMNS, gt=0
-    )
-    linear_vectors: int = option(
-        8, "vectors of a linear compression block, n_L", most=MOST_COLUMNS, gt=0
-    )
-    compression: int = option(8, "columns of the compressed products, k", most=MOST_COLUMNS, gt=0)
+    embedding_dim: int = columns(16, "columns of every vector")
+    layers: int = count(2, "interaction layers, the paper's l")
+    fm_vectors: int = count(8, "vectors of a factorization machine block, n_F", most=MOST_COLUMNS)
+    linear_vectors: int = count(8, "vectors of a linear compression block, n_L", most=MOST_COLUMNS)
+    compression: int = columns(8, "columns of the compressed products, k")
     fm_hidden: list[int] = widths(
         [256], "widths of the hidden layers of a factorization machine block"
     )
@@ -282,7 +282,7 @@ class _SequenceOptions(_DeepOptions):
     item_features: list[str] = option(
         [], "features of the candidate; each shares its table with a feature of the group, in order"
     )
-    hidden: list[int] = option([200, 80], "widths of the MLP's hidden layers", most=MOST_WIDTH)
+    hidden: list[int] = widths([200, 80], "widths of the MLP's hidden layers")
 
 
 Residual = StrEnum("Residual", "post_norm pre_norm gated")
@@ -290,9 +290,9 @@ Residual = StrEnum("Residual", "post_norm pre_norm gated")
 
 @dataclass(kw_only=True, slots=True)
 class _TransformerOptions(_SequenceOptions):
-    blocks: int = option(1, "transformer blocks", most=1024, gt=0)
-    heads: int = option(2, "heads of the attention", most=1024, gt=0)
-    expansion: int = option(1, "hidden columns of a block, per column of a token", most=1024, gt=0)
+    blocks: int = count(1, "transformer blocks")
+    heads: int = count(2, "heads of the attention")
+    expansion: int = count(1, "hidden columns of a block, per column of a token")
     residual: Residual = option(
         Residual.post_norm,
         "of a block's layers F: post_norm LN(x + F(x)), pre_norm x + F(LN(x)), gated x + sigmoid(W x) F(LN(x)) as in LiGR",
@@ -307,8 +307,8 @@ class _TransformerOptions(_SequenceOptions):
 class SASRecOptions(_TransformerOptions):
     """Options of SASRec as a ranker."""
 
-    blocks: int = option(2, "transformer blocks", most=1024)
-    heads: int = option(1, "heads of the attention", most=1024)
+    blocks: int = count(2, "transformer blocks")
+    heads: int = count(1, "heads of the attention")
     residual: Residual = option(
         Residual.pre_norm, "of a block's layers F: post_norm, pre_norm, or gated as in LiGR"
     )
@@ -323,19 +323,19 @@ class BSTOptions(_TransformerOptions):
 class TransActOptions(_TransformerOptions):
     """Options of TransAct."""
 
-    recent: int = option(100, "latest events that the transformer reads", most=MOST_COLUMNS, gt=0)
-    outputs: int = option(10, "latest events whose outputs the MLP reads", most=1024, gt=0)
+    recent: int = count(100, "latest events that the transformer reads", most=MOST_COLUMNS)
+    outputs: int = count(10, "latest events whose outputs the MLP reads")
 
 
 @dataclass(kw_only=True, slots=True)
 class OneTransOptions(_SequenceOptions):
     """Options of OneTrans."""
 
-    tokens: int = option(16, "tokens of candidate and other features", most=MOST_COLUMNS, gt=0)
-    token_dim: int = option(64, "columns of a token; a multiple of heads", most=MOST_WIDTH, gt=0)
-    blocks: int = option(2, "transformer blocks", most=1024, gt=0)
-    heads: int = option(4, "heads of the attention", most=1024, gt=0)
-    expansion: int = option(4, "hidden columns of a block, per column of a token", most=1024, gt=0)
+    tokens: int = count(16, "tokens of candidate and other features", most=MOST_COLUMNS)
+    token_dim: int = count(64, "columns of a token; a multiple of heads", most=MOST_WIDTH)
+    blocks: int = count(2, "transformer blocks")
+    heads: int = count(4, "heads of the attention")
+    expansion: int = count(4, "hidden columns of a block, per column of a token")
     block_dropout: float = rate(0.0, "rate of the dropout of events and of a block's layers")
 
 
@@ -350,10 +350,10 @@ class SIMOptions(_SequenceOptions):
         Search.product,
         "likeness to the candidate: product of vectors (SIM), or equal signs of random projections (ETA)",
     )
-    found: int = option(50, "events that the attention reads", most=MOST_COLUMNS, gt=0)
+    found: int = count(50, "events that the attention reads", most=MOST_COLUMNS)
     recent: int = option(20, "latest events that DIN's unit reads", most=MOST_COLUMNS, ge=0)
-    heads: int = option(2, "heads of the attention", most=1024, gt=0)
-    hash_bits: int = option(64, "random projections of model.search=hash", most=4096, gt=0)
+    heads: int = count(2, "heads of the attention")
+    hash_bits: int = count(64, "random projections of model.search=hash", most=4096)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -372,7 +372,7 @@ class SharedBottomOptions(_TaskOptions):
 class MMoEOptions(_TaskOptions):
     """Options of MMoE."""
 
-    experts: int = option(8, "number of experts", most=1024, gt=0)
+    experts: int = count(8, "number of experts")
     expert_hidden: list[int] = widths([256, 128], "widths of every expert's layers", filled=True)
 
 
@@ -380,9 +380,9 @@ class MMoEOptions(_TaskOptions):
 class PLEOptions(_TaskOptions):
     """Options of PLE."""
 
-    levels: int = option(2, "levels of extraction; 1 is CGC", most=1024, gt=0)
-    task_experts: int = option(4, "experts of every task in a level", most=1024, gt=0)
-    shared_experts: int = option(4, "experts in a level that all tasks share", most=1024, gt=0)
+    levels: int = count(2, "levels of extraction; 1 is CGC")
+    task_experts: int = count(4, "experts of every task in a level")
+    shared_experts: int = count(4, "experts in a level that all tasks share")
     expert_hidden: list[int] = widths([256, 128], "widths of every expert's layers", filled=True)
 
 
@@ -390,17 +390,11 @@ class PLEOptions(_TaskOptions):
 class RankMixerOptions(_TaskOptions):
     """Options of RankMixer."""
 
-    tokens: int = option(16, "tokens, and heads of a token, the paper's T", most=MOST_COLUMNS, gt=0)
-    token_dim: int = option(
-        64, "columns of a token, D; a multiple of tokens", most=MOST_WIDTH, gt=0
-    )
-    layers: int = option(2, "blocks, L", most=1024, gt=0)
-    expansion: int = option(
-        4, "hidden columns of a token's network, as a multiple of token_dim, k", most=1024, gt=0
-    )
-    experts: int = option(
-        1, "networks of a token in every block, joined by ReLU routing", most=1024, gt=0
-    )
+    tokens: int = count(16, "tokens, and heads of a token, the paper's T", most=MOST_COLUMNS)
+    token_dim: int = count(64, "columns of a token, D; a multiple of tokens", most=MOST_WIDTH)
+    layers: int = count(2, "blocks, L")
+    expansion: int = count(4, "hidden columns of a token's network, as a multiple of token_dim, k")
+    experts: int = count(1, "networks of a token in every block, joined by ReLU routing")
     active_experts: float = option(
         0.25, "share of the experts that the routing of evaluation is driven to", gt=0, lt=1
     )
@@ -419,9 +413,9 @@ class RankMixerOptions(_TaskOptions):
 class FCNOptions(ModelConfig):
     """Options of FCN (DCNv3)."""
 
-    embedding_dim: int = option(16, "columns of every feature's vector; even", most=MOST_COLUMNS)
-    deep_layers: int = option(4, "layers of the exponential cross network", most=1024, gt=0)
-    shallow_layers: int = option(4, "layers of the linear cross network", most=1024, gt=0)
+    embedding_dim: int = columns(16, "columns of every feature's vector; even")
+    deep_layers: int = count(4, "layers of the exponential cross network")
+    shallow_layers: int = count(4, "layers of the linear cross network")
     deep_dropout: float = rate(
         0.1, "rate of the dropout after every layer of the exponential network"
     )
@@ -441,18 +435,18 @@ class FCNOptions(ModelConfig):
 class AutoIntOptions(_DeepOptions):
     """Options of AutoInt+."""
 
-    embedding_dim: int = option(16, "columns of every feature's vector", most=MOST_COLUMNS)
-    layers: int = option(3, "interacting layers", most=1024, gt=0)
-    heads: int = option(2, "heads of every interacting layer", most=1024, gt=0)
-    head_dim: int = option(16, "columns of a head", most=MOST_COLUMNS, gt=0)
-    hidden: list[int] = option([400, 400], "widths of the MLP's hidden layers", most=MOST_WIDTH)
+    embedding_dim: int = columns(16, "columns of every feature's vector")
+    layers: int = count(3, "interacting layers")
+    heads: int = count(2, "heads of every interacting layer")
+    head_dim: int = columns(16, "columns of a head")
+    hidden: list[int] = widths([400, 400], "widths of the MLP's hidden layers")
 
 
 @dataclass(kw_only=True, slots=True)
 class XDeepFMOptions(DeepFMOptions):
     """Options of xDeepFM."""
 
-    dropout: float = option(0.0, "rate of the dropout after every hidden layer")
+    dropout: float = rate(0.0, "rate of the dropout after every hidden layer")
     cross_layers: list[int] = option(
         [16, 16, 16],
         "vectors of every layer of compressed interactions",
@@ -466,7 +460,7 @@ class XDeepFMOptions(DeepFMOptions):
 class ESMMOptions(_TaskOptions):
     """Options of ESMM."""
 
-    embedding_dim: int = option(18, "columns of every table", most=MOST_COLUMNS)
+    embedding_dim: int = columns(18, "columns of every table")
     tower_hidden: list[int] = widths([360, 200, 80], "widths of the hidden layers of both towers")
 
 
@@ -492,7 +486,7 @@ class STAROptions(_TowerOptions):
         "numerical feature with the number of a row's domain, from 0 to domains - 1",
         numerical=True,
     )
-    domains: int = option(2, "number of domains, each with a network of its own", most=1024, gt=0)
+    domains: int = count(2, "number of domains, each with a network of its own")
     hidden: list[int] = widths([256, 128, 64], "widths of the hidden layers of every domain")
     auxiliary_hidden: list[int] = widths([64], "widths of the auxiliary network's hidden layers")
 
@@ -515,7 +509,7 @@ QueryTime = StrEnum("QueryTime", "last_event sample")
 class HSTUOptions(ModelConfig):
     """Options of HSTU; experiment=hstu_mlperf has those of MLPerf's dlrm_v4."""
 
-    embedding_dim: int = option(16, "columns of every table", most=MOST_COLUMNS)
+    embedding_dim: int = columns(16, "columns of every table")
     sequence: str | None = option(None, OF_GROUP)
     item_features: list[str] = option(
         [],
@@ -528,7 +522,7 @@ class HSTUOptions(ModelConfig):
     action_bits: list[int] = option(
         [1, 2, 4], "bits of the action that have vectors", gt=0, filled=True
     )
-    action_dim: int = option(8, "columns of the vector of a bit", most=MOST_COLUMNS, gt=0)
+    action_dim: int = columns(8, "columns of the vector of a bit")
     hour: str | None = option(
         None,
         "numerical feature with the query's time in hours, for the hour of its day and its day of the week; null: none",
@@ -546,17 +540,15 @@ class HSTUOptions(ModelConfig):
     last_layer_of_candidates: bool = option(
         True, "compute the last layer for candidates only, of which alone it is used"
     )
-    input_hidden: int = option(64, "hidden columns of the MLPs of the input", most=MOST_WIDTH, gt=0)
-    width: int = option(64, "columns of a position", most=MOST_WIDTH, gt=0)
-    layers: int = option(2, "STU layers", most=1024, gt=0)
-    heads: int = option(2, "heads of every layer", most=1024, gt=0)
-    head_dim: int = option(32, "columns of a head", most=MOST_COLUMNS, gt=0)
-    positions: int = option(
-        1024, "rows of the table of positions; earlier events share the last", most=2**24, gt=0
+    input_hidden: int = count(64, "hidden columns of the MLPs of the input", most=MOST_WIDTH)
+    width: int = count(64, "columns of a position", most=MOST_WIDTH)
+    layers: int = count(2, "STU layers")
+    heads: int = count(2, "heads of every layer")
+    head_dim: int = columns(32, "columns of a head")
+    positions: int = count(
+        1024, "rows of the table of positions; earlier events share the last", most=2**24
     )
-    time_buckets: int = option(
-        2048, "last bucket of a time, the root of its minutes", most=2**24, gt=0
-    )
+    time_buckets: int = count(2048, "last bucket of a time, the root of its minutes", most=2**24)
     input_dropout: float = rate(0.2, "rate of the dropout before the first layer")
     dropout: float = rate(0.1, "rate of the dropout before the output of every layer")
     attention_norm: AttentionNorm = option(
