@@ -53,22 +53,18 @@ class Jump:
     @cached_property
     def _terms(self) -> np.ndarray:
         """Exponents i of t**num_words mod p whose coefficient is 1."""
-        characteristic = _characteristic_polynomial()
+        # p of the paper's appendix: with a[i] bit i of TWIST, (t**624 + t**397) * s + a[31], and s by Horner's rule.
+        s = 1
+        for bit in range(LOW_BITS):
+            s = (s << STATE_WORDS - 1) ^ (s << MIDDLE - 1) ^ (TWIST >> bit & 1)
+        characteristic = (s << STATE_WORDS) ^ (s << MIDDLE) ^ (TWIST >> LOW_BITS)
         taps = [i for i in range(DEGREE) if characteristic >> i & 1]
         power = 1
-        for bit in f"{self.num_words:b}":
+        for digit in f"{self.num_words:b}":
             # Squaring puts a zero between coefficients: the digits of base 2, read in base 4.
-            power = int(f"{power:b}", 4) << (bit == "1")
+            power = int(f"{power:b}", 4) << (digit == "1")
             while high := power >> DEGREE:
                 power ^= high << DEGREE
                 for tap in taps:
                     power ^= high << tap
         return np.array([i for i in range(DEGREE) if power >> i & 1])
-
-
-def _characteristic_polynomial() -> int:
-    """The polynomial of the paper's appendix: with a[i] bit i of TWIST, (t**624 + t**397) * s + a[31], and s by Horner's rule."""
-    inner = 1
-    for bit in range(LOW_BITS):
-        inner = (inner << STATE_WORDS - 1) ^ (inner << MIDDLE - 1) ^ (TWIST >> bit & 1)
-    return (inner << STATE_WORDS) ^ (inner << MIDDLE) ^ (TWIST >> LOW_BITS)

@@ -43,7 +43,7 @@ class Loggers:
     def close(self) -> None:
         """Wait until all records are written, and close the loggers."""
         for worker in self._workers:
-            worker.end()
+            worker.calls.put(None)
         end = time.monotonic() + self._close_within_s
         for worker in self._workers:
             worker.thread.join(max(end - time.monotonic(), 0))
@@ -81,9 +81,6 @@ class _Worker:
         self._target = target
         self.thread = Thread(target=self._run, name=f"logger-{name}", daemon=True)
         self.thread.start()
-
-    def end(self) -> None:
-        self.calls.put(None)
 
     def _run(self) -> None:
         has_failed = False

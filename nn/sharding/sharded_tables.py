@@ -119,17 +119,15 @@ class ShardedTables:
             else:
                 fill_shard(shard, initial_bound(declared), self._seed, self._ranks.device)
         for own in self._own:
-            if own.initial is not None and isinstance(own.table.declared.init_fn, FileRows):
-                self._fill_on_disk(own, own.table.declared.init_fn)
+            rows, weight = own.table.declared.init_fn, own.weight
+            if own.initial is None or not isinstance(rows, FileRows):
+                continue
+            assert self.tier is not None, "it is on disk"
+            assert own.tier_index is not None, "it is on disk"
+            # The file is read once, in whatever order it has the rows.
+            for part in rows.parts(weight.shape, weight.dtype, *own.metadata.shard_offsets):
+                self.tier.fill(own.tier_index, *part)
         self.reload()
-
-    def _fill_on_disk(self, own: OwnedShard, rows: FileRows) -> None:
-        assert self.tier is not None, "it is on disk"
-        assert own.tier_index is not None, "it is on disk"
-        shape, dtype = own.weight.shape, own.weight.dtype
-        # The file is read once, in whatever order it has the rows.
-        for numbers, values in rows.parts(shape, dtype, *own.metadata.shard_offsets):
-            self.tier.fill(own.tier_index, numbers, values)
 
     @property
     def names(self) -> list[str]:
