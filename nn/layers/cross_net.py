@@ -1,6 +1,5 @@
 """Cross network of DCN-V2 (arXiv:2008.13535, equations 1 and 2), the layers of FCN (2407.13349) and xDeepFM (1803.05170)."""
 
-import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from nn.layers.batch_norm import BatchNorm
 from nn.layers.dropout import Dropout
 from nn.layers.fp8 import Fp8CrossNet, Reader
-from nn.layers.initialization import normal_, truncated_normal_, uniform_
+from nn.layers.initialization import normal_, truncated_glorot_, truncated_normal_, uniform_
 from nn.layers.mlp import MLP
 from nn.layers.sequence import LayerNorm
 from nn.ops.fused_linear import as_autocast, can_fuse
@@ -171,7 +170,7 @@ class CompressedInteraction(nn.Module):
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw the weight as those of an MLP; the paper gives no initial weights."""
-        truncated_normal_(self.weight, math.sqrt(2 / sum(self.weight.shape)), generator)
+        truncated_glorot_(self.weight, generator)
 
     def forward(self, x: Tensor, vectors: Tensor) -> Tensor:
         """Map x [B, D, H] and the vectors [B, D, F] to [B, D, K]."""

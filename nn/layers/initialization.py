@@ -64,6 +64,11 @@ def truncated_normal_(parameter: Tensor, std: float, generator: torch.Generator)
     parameter.copy_(drawn)
 
 
+def truncated_glorot_(weight: Tensor, generator: torch.Generator) -> None:
+    """Fill [..., in, out] by `truncated_normal_` with a variance of 2 / (in + out) before the truncation."""
+    truncated_normal_(weight, math.sqrt(2 / sum(weight.shape[-2:])), generator)
+
+
 @torch.no_grad()
 def normal_(weight: Tensor, generator: torch.Generator) -> None:
     """Fill [out, in] with draws on the CPU from a normal of variance 2 / (in + out) (Glorot and Bengio, 2010)."""

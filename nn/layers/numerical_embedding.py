@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import ModelConfig
-from nn.layers.initialization import truncated_normal_
+from nn.layers.initialization import truncated_glorot_
 
 # B: samples, N: numerical features, K: frequencies or buckets, D: columns of a vector
 
@@ -26,7 +26,7 @@ class NumericalEmbedding(nn.Module):
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw the vectors from a CPU generator, with the standard deviation sqrt(2 / (N + D)) before truncation."""
-        truncated_normal_(self.vectors, math.sqrt(2 / sum(self.vectors.shape)), generator)
+        truncated_glorot_(self.vectors, generator)
 
     def forward(self, numerical: Tensor) -> Tensor:
         """Map [B, N] to [B, N * D]."""
@@ -67,7 +67,7 @@ class NumericalVectors(nn.Module):
                 drawn.uniform_(-1, 1, generator=generator)
             self.first.data.copy_(drawn)
         for weight in (self.vectors,) if self.is_periodic else (self.vectors, self.mixing):
-            truncated_normal_(weight, math.sqrt(2 / sum(weight.shape[1:])), generator)
+            truncated_glorot_(weight, generator)
 
     def forward(self, numerical: Tensor) -> Tensor:
         """Map [B, N] to [B, N * D]."""

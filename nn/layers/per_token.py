@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from nn.layers.initialization import truncated_normal_
+from nn.layers.initialization import truncated_glorot_, truncated_normal_
 from nn.layers.pass_state import PassLayer
 
 # B: samples, T: tokens, D: columns of a token, E: experts of a token, K: columns of an expert's hidden layer
@@ -25,7 +25,7 @@ class PerTokenLinear(nn.Module):
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw the weights as those of an MLP; biases begin at zero."""
-        truncated_normal_(self.weight, math.sqrt(2 / sum(self.weight.shape[1:])), generator)
+        truncated_glorot_(self.weight, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, B, inputs] to [T, B, outputs]."""

@@ -1,13 +1,12 @@
 """FinalMLP: two MLPs with gated inputs and a bilinear fusion (arXiv:2304.00902)."""
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.initialization import truncated_normal_
+from nn.layers.initialization import truncated_glorot_
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.models.features import chosen_features, in_table_order, rates
@@ -60,11 +59,9 @@ class BilinearFusion(nn.Module):
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
         """Draw the weights from a CPU generator as Glorot's normal, and set the bias to zero."""
-        truncated_normal_(
-            self.linear.weight, math.sqrt(2 / sum(self.linear.weight.shape)), generator
-        )
+        truncated_glorot_(self.linear.weight, generator)
         self.linear.bias.zero_()
-        truncated_normal_(self.product, math.sqrt(2 / sum(self.product.shape[1:])), generator)
+        truncated_glorot_(self.product, generator)
 
     def forward(self, first: Tensor, second: Tensor) -> Tensor:
         """Map o_1 [B, I] and o_2 [B, J] to logits [B]."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.batch_norm import PartitionedNorm
 from nn.layers.dropout import Dropout
-from nn.layers.initialization import truncated_normal_
+from nn.layers.initialization import truncated_glorot_
 from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import round_up
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
@@ -37,7 +37,7 @@ class StarLayer(nn.Module):
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
-        truncated_normal_(self.weight, (2 / sum(self.weight.shape)) ** 0.5, generator)
+        truncated_glorot_(self.weight, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [P, B, inputs] to [P, B, outputs]."""
@@ -84,9 +84,7 @@ class STAR(Model):
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw the vectors of the domains as those of numerical features."""
-        truncated_normal_(
-            self.domain_vectors, (2 / sum(self.domain_vectors.shape)) ** 0.5, generator
-        )
+        truncated_glorot_(self.domain_vectors, generator)
 
     def activations(self) -> Activations:
         """Return what norm and networks keep, and the operations of the networks' products."""

@@ -1,13 +1,12 @@
 """WuKong: stacked factorization machines (arXiv:2403.02545)."""
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
-from nn.layers.initialization import truncated_normal_
+from nn.layers.initialization import truncated_glorot_
 from nn.layers.mlp import MLP
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.features import rates
@@ -30,7 +29,7 @@ class Recombination(nn.Module):
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw the weight from a CPU generator, with the standard deviation sqrt(2 / (in + out)) before truncation."""
-        truncated_normal_(self.weight, math.sqrt(2 / sum(self.weight.shape)), generator)
+        truncated_glorot_(self.weight, generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, V, D] to [B, outputs, D]."""
