@@ -29,17 +29,19 @@ def rows_of(rows: range, relation: str = "rows_") -> str:
 class Lookup(NamedTuple):
     """SQL of the values of a feature in the rows of a relation `r`."""
 
-    value: str  # expression of the text
-    id: str  # expression of its id
-    join: str  # what both need behind FROM
+    columns: dict[str, str]  # expressions: `k` of the code; or `v` of the text, and `i` of its id
+    id: str  # expression of the id
+    join: str  # what these need behind FROM
 
 
 def look_up(text: str, alias: str, vocabulary: str, owner: Categorical) -> Lookup:
     """Look up texts of feature `owner`; `alias` is one of its own in the query."""
     if owner.is_hashed:
-        return Lookup(text, hashed_id(text, owner), "")
+        found = hashed_id(text, owner)
+        return Lookup({"v": text, "i": found}, found, "")
     join = f"LEFT JOIN {vocabulary} AS {alias} ON {text} = {alias}.value"
-    return Lookup(text, f"CAST(coalesce({alias}.id, 0) AS INTEGER)", join)
+    found = f"CAST(coalesce({alias}.id, 0) AS INTEGER)"
+    return Lookup({"v": text, "i": found}, found, join)
 
 
 def ids_of_codes(texts: str, vocabulary: str, owner: Categorical) -> str:
@@ -132,12 +134,9 @@ class CodedValues:
         self.write(f"ids_{number}", ids_of_codes(f"texts_c{number}", vocabulary, owner))
 
     def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
-        code, texts, ids = f"r.{column}", f"t{number}_", f"v{number}_"
-        join = (
-            f"LEFT JOIN texts_c{number} AS {texts} ON {code} = {texts}.code "
-            f"LEFT JOIN ids_{number} AS {ids} ON {code} = {ids}.row_"
-        )
-        return Lookup(f"{texts}.value", f"coalesce({ids}.id, 0)", join)
+        code, ids = f"r.{column}", f"v{number}_"
+        join = f"LEFT JOIN ids_{number} AS {ids} ON {code} = {ids}.row_"
+        return Lookup({"k": code}, f"coalesce({ids}.id, 0)", join)
 
     def reader_of_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> ReadIds:
         # Imported here, since pyarrow takes 25 MB of memory.

@@ -6,6 +6,7 @@ which are in the order of the dataset, lie in a mapped file.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +14,38 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from configs.table_schema import EventLog
-from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.sequences import EVENTS, EventColumn
 from preproc.dataset_writer import RecordedFile
 from preproc.fitted_state import latest_name
 from preproc.report.console import LogCounts, RowEvents
 from preproc.table import output_files
 from preproc.table.output_files import TableFiles, allocate
+from preproc.table.text_codes import NO_CODE
+from preproc.table.transformation import NO_VALUE
+
+
+@dataclass(frozen=True, slots=True)
+class LineValues:
+    """Values of a feature in a line."""
+
+    columns: dict[str, str]  # by kind, as `kinds_of_values`
+    dtype: np.dtype  # of stored ids
+    ids_of_codes: np.ndarray | None
+    texts_of_codes: pa.LargeStringArray | None
+
+    def ids(self, lines: pa.RecordBatch) -> np.ndarray:
+        """Return the ids; 0 for a missing value."""
+        ids = np.asarray(lines[self.columns["i"]] if "i" in self.columns else 0)
+        if self.ids_of_codes is None:
+            return ids
+        found = self.ids_of_codes.take(lines[self.columns["k"]].fill_null(NO_CODE))
+        return np.where(found == NO_VALUE, ids, found)
+
+    def texts(self, lines: pa.RecordBatch) -> pa.Array:
+        found = [lines[self.columns["v"]]] if "v" in self.columns else []
+        if self.texts_of_codes is not None:
+            found.append(self.texts_of_codes.take(lines[self.columns["k"]]).cast(pa.string()))
+        return pc.coalesce(*found)
 
 
 class LogCursor:
@@ -29,25 +55,19 @@ class LogCursor:
         self._length = length
         self.events = 0  # so far
         self._first = self._stop = 0  # of the user's events, and behind those before the last time
-        self._who: pa.Scalar | None = None
-        self._time: int | None = None
+        self._who, self._time = -1, 0
 
     def advance(
-        self, who: pa.Array, time: np.ndarray, item: np.ndarray
+        self, who: np.ndarray, time: np.ndarray, item: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return of each line the first event and the stop of what it sees, the events before it, and if its user is new."""
-        new_user = np.ones(len(time), bool)
-        new_user[1:] = _booleans(pc.not_equal(who[1:], who[:-1]))
-        new_user[0] = self._who is None or self._who != who[0]
-        new_time = new_user | (np.diff(time, prepend=time[0]) != 0)
-        new_time[0] |= self._time != time[0]
+        new_user = np.diff(who, prepend=self._who) != 0
+        new_time = new_user | (np.diff(time, prepend=self._time) != 0)
         before = self.events + np.cumsum(item) - item  # events in earlier lines
-        firsts = np.maximum.accumulate(np.where(new_user, before, -1))
-        stops = np.maximum.accumulate(np.where(new_time, before, -1))
-        firsts = np.where(firsts < 0, self._first, firsts)
-        stops = np.where(stops < 0, self._stop, stops)
+        firsts = np.maximum.accumulate(np.where(new_user, before, self._first))
+        stops = np.maximum.accumulate(np.where(new_time, before, self._stop))
         self._first, self._stop = int(firsts[-1]), int(stops[-1])
-        self._who, self._time = who[-1], int(time[-1])
+        self._who, self._time = int(who[-1]), int(time[-1])
         self.events += int(np.count_nonzero(item))
         return np.maximum(firsts, stops - self._length), stops, before, new_user
 
@@ -56,7 +76,7 @@ def write_log(
     files: TableFiles,
     number: int,
     log: EventLog,
-    features: list[CategoricalFeature],
+    values: Sequence[LineValues],
     numbers: Sequence[EventColumn],
     counts: LogCounts,
     *,
@@ -67,11 +87,10 @@ def write_log(
     `keeps_latest`: whether to write the last `length` events of every user as raw values, too, for the next day.
     """
     line, num_rows = f"line_{number}", max(rows.stop for rows in files.splits.values())
-    columns = [*(f"i{j}" for j in range(len(features)))]
-    columns += [*(f"m{j}" for j in range(len(log.numbers))), "time_"]
+    columns = [*(f"m{j}" for j in range(len(log.numbers))), "time_"]
+    of_ids = [name for of in values for kind, name in of.columns.items() if kind != "v"]
     names = [*log.features, *log.number_names]
-    dtypes = [f.dtype.newbyteorder("<") for f in features]
-    dtypes += [column.dtype.newbyteorder("<") for column in numbers]
+    dtypes = [*(of.dtype for of in values), *(column.dtype for column in numbers)]
     path = files.directory / f"{line}.slices.bin"
     allocate(path, 24 * max(num_rows, 1))
     # Start, stop and moment; zeros for a row without a user or a time.
@@ -84,22 +103,25 @@ def write_log(
             for name in names
         ]
         stream = stack.enter_context(firsts.open("wb"))
-        for lines in files.batches(line, ["who_", "item_", "out_", *columns]):
-            item, time = _booleans(lines["item_"]), np.asarray(lines["time_"])
-            starts, stops, before, is_new = cursor.advance(lines["who_"], time, item)
+        for lines in files.batches(line, ["who_", "item_", "out_", *of_ids, *columns]):
+            item, who, time = (np.asarray(lines[name]) for name in ("item_", "who_", "time_"))
+            starts, stops, before, is_new = cursor.advance(who, time, item)
             before[is_new].tofile(stream)
-            is_row = _booleans(lines["out_"].is_valid())
+            is_row = np.asarray(lines["out_"].is_valid())
             out = np.asarray(lines["out_"].drop_null())
             of_rows[out] = np.stack([starts, stops, time], axis=1)[is_row]
-            for file, column, dtype in zip(written, columns, dtypes, strict=True):
-                file.append(np.asarray(lines[column])[item].astype(dtype))
+            events = lines.filter(lines["item_"])
+            found = [of.ids(events) for of in values]
+            found += [np.asarray(events[column]) for column in columns]
+            for file, array, dtype in zip(written, found, dtypes, strict=True):
+                file.append(array.astype(dtype.newbyteorder("<")))
         np.array([cursor.events]).tofile(stream)
     counts.events = cursor.events
     for file in written:
         files.records |= file.record
     _write_slices(files, log.name, of_rows, counts)
     if keeps_latest:
-        _write_latest(files, number, log, np.memmap(firsts, np.int64, "r"))
+        _write_latest(files, number, log, values, np.memmap(firsts, np.int64, "r"))
 
 
 def _write_slices(files: TableFiles, name: str, of_rows: np.ndarray, counts: LogCounts) -> None:
@@ -117,30 +139,30 @@ def _write_slices(files: TableFiles, name: str, of_rows: np.ndarray, counts: Log
         files.records |= slices.record | moments.record
 
 
-def _write_latest(files: TableFiles, number: int, log: EventLog, firsts: np.ndarray) -> None:
+def _write_latest(
+    files: TableFiles, number: int, log: EventLog, values: Sequence[LineValues], firsts: np.ndarray
+) -> None:
     """Write latest/NAME.parquet. `firsts`: first event of each user, and behind them the number of all events."""
-    texts = [f"v{j}" for j in range(len(log.of))]
+    of_texts = [name for of in values for kind, name in of.columns.items() if kind != "i"]
     numbers = [f"m{j}" for j in range(len(log.numbers))]
     kinds = {"row_": pa.int64(), "who_": pa.string(), "time_": pa.int64()}
     kinds |= dict.fromkeys([f"c{j}" for j in range(len(log.of))], pa.string())
     schema = pa.schema(kinds | dict.fromkeys(numbers, pa.float32()))
-    users = kept = 0
+    users = files.texts(f"who_{number}", "who_", f"who_{number}")
+    kept = 0
     target = files.dataset / latest_name(log.name)
     target.parent.mkdir(exist_ok=True)
     cursor = LogCursor(log.length)
     with pq.ParquetWriter(target, schema, compression="zstd") as writer:
-        columns = ["who_", "time_", "item_", *texts, *numbers]
+        columns = ["who_", "time_", "item_", *of_texts, *numbers]
         for lines in files.batches(f"line_{number}", columns):
-            item = _booleans(lines["item_"])
-            *_, before, is_new = cursor.advance(lines["who_"], np.asarray(lines["time_"]), item)
-            user = users + np.cumsum(is_new)  # from 1, so that `firsts` has where its events end
-            users = int(user[-1])
-            chosen = lines.filter(pa.array(item & (before >= firsts[user] - log.length)))
+            item, who, time = (np.asarray(lines[name]) for name in ("item_", "who_", "time_"))
+            *_, before, _ = cursor.advance(who, time, item)
+            # Behind the first event of the next user.
+            chosen = lines.filter(pa.array(item & (before >= firsts[who + 1] - log.length)))
             rows = pa.array(np.arange(kept, kept + len(chosen)))
             kept += len(chosen)
-            found = [rows, *(chosen[name] for name in ("who_", "time_", *texts, *numbers))]
+            found = [rows, users.take(chosen["who_"]).cast(pa.string()), chosen["time_"]]
+            found += [of.texts(chosen) for of in values]
+            found += [chosen[name] for name in numbers]
             writer.write_batch(pa.record_batch(found, schema=schema))
-
-
-def _booleans(values: pa.Array) -> np.ndarray:
-    return np.asarray(values.cast(pa.uint8()), bool)

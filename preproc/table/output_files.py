@@ -261,12 +261,12 @@ class TableFiles(AbstractContextManager["TableFiles"]):
             count.zeros = len(rows) * hotness - count.known
         return counts
 
-    def array(self, relation: str, feature: CategoricalFeature) -> np.ndarray:
-        """Return the ids of a relation (row_, id) as an array in a file of the work directory, and behind them `NO_VALUE`."""
+    def array(self, relation: str, feature: CategoricalFeature, stem: str = "") -> np.ndarray:
+        """Return the ids of a relation (row_, id) as an array in a file, of a thread, of the work directory, then `NO_VALUE`."""
         import pyarrow.parquet as pq
 
         files = sorted((self.directory / relation).glob("*.parquet"))
-        path = self.directory / f"{relation}.bin"
+        path = self.directory / f"{stem or relation}.bin"
         dtype = feature.dtype.newbyteorder("<")
         count = sum(pq.read_metadata(file).num_rows for file in files) + 1
         allocate(path, count * dtype.itemsize)
@@ -277,6 +277,27 @@ class TableFiles(AbstractContextManager["TableFiles"]):
                 for batch in file.iter_batches(CHUNK_ROWS, use_threads=False):
                     ids[np.asarray(batch.column("row_"))] = np.asarray(batch.column("id"))
         return np.asarray(ids)
+
+    def texts(self, relation: str, column: str, stem: str) -> "pa.LargeStringArray":
+        """Return the texts of a relation, none missing, in its order, as an array in files `stem` of the work directory."""
+        import pyarrow as pa
+
+        paths = [self.directory / f"{stem}.{part}.bin" for part in ("ends", "texts")]
+        query = f"SELECT {column} FROM read_parquet({self._files(relation)})"
+        query += self._in_order(relation, "row_")
+        last = np.zeros(1, np.int64)
+        with self._connection.cursor() as cursor, ExitStack() as stack:
+            ends, texts = (stack.enter_context(path.open("wb")) for path in paths)
+            last.tofile(ends)
+            for batch in cursor.sql(query).to_arrow_reader(GROUP_ROWS):
+                _, of_ends, of_texts = batch.column(0).cast(pa.large_string()).buffers()
+                stops = np.frombuffer(of_ends, np.int64, batch.num_rows + 1)
+                texts.write(of_texts[: stops[-1]])
+                (stops[1:] + last).tofile(ends)
+                last += stops[-1]
+            texts.write(b"\0")  # an empty file cannot be mapped
+        buffers = [pa.py_buffer(np.memmap(path, np.uint8, "r")) for path in paths]
+        return pa.LargeStringArray.from_buffers(buffers[0].size // 8 - 1, *buffers)
 
     def write_vocabulary(self, relation: str, name: str, *, has_days: bool = False) -> None:
         """Write vocabulary/NAME.parquet: value, id and count, in the order of ids, and the columns of a later day."""

@@ -2,7 +2,8 @@
 
 `preproc/table/log_files.py` writes events and slices from one pass over it. What a row sees are the events of its user that
 stand in the line before the first one of the row's time; so neither its own event, nor one of the same time, nor a later
-one can be among them. Events of one time are in the order of their rows in the sources, those of earlier days first.
+one can be among them. Events of one time are in the order of their rows in the sources, those of earlier days first. The line
+has numbers in place of texts, since it is sorted.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,9 @@ from preproc.table.pipeline.rows import where_in_source
 from preproc.table.source_files import read_columns
 from preproc.table.staging import Staging
 
+NOTHING = {"k": "CAST(NULL AS INTEGER)", "v": "CAST(NULL AS STRING)", "i": "0"}
+"""Columns of a value that there is not."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
@@ -43,26 +47,39 @@ class _Lines:
     day: int = 1  # 0: of the days before
 
     @property
-    def query(self) -> str:
-        columns = [f"{self.out} AS out_", f"{self.who} AS who_", f"{self.time} AS time_"]
+    def is_known(self) -> str:
+        return f"{self.who} IS NOT NULL AND {self.time} IS NOT NULL"
+
+    def query(self, users: str, kinds: Sequence[str]) -> str:
+        """Return the query of the lines; `users`: relation (row_, who_), `kinds` as `kinds_of_values`."""
+        columns = [f"{self.out} AS out_", "w.row_ AS who_", f"{self.time} AS time_"]
         columns += [f"{self.day} AS day_", "r.row_ AS place_"]
         columns.append(f"({self.is_taken} AND {self.has_value}) AS item_")
         for j, found in enumerate(self.found):
-            columns += [f"{found.value} AS v{j}", f"{found.id} AS i{j}"]
+            columns += [f"{(NOTHING | found.columns)[kind]} AS {kind}{j}" for kind in kinds]
         columns += [f"{number} AS m{j}" for j, number in enumerate(self.numbers)]
-        joins = " ".join(dict.fromkeys([self.join, *(found.join for found in self.found)]))
+        ids = (found.join for found in self.found if "i" in found.columns)
+        joins = " ".join(dict.fromkeys([self.join, *ids]))
         return (
-            f"SELECT {', '.join(columns)} FROM {self.relation} AS r {joins} "
-            f"WHERE {self.who} IS NOT NULL AND {self.time} IS NOT NULL"
+            f"SELECT {', '.join(columns)} FROM {self.relation} AS r JOIN {users} AS w "
+            f"ON {self.who} = w.who_ {joins} WHERE {self.is_known}"
         )
+
+
+def kinds_of_values(journal: Journal, log: EventLog) -> list[str]:
+    """Return which columns a feature has in the line of a log: `k`, and `v` and `i`, as `Lookup.columns`."""
+    has_codes = journal.engine.codes_texts and not log.source
+    has_texts = not has_codes or journal.config.mode is Mode.extend
+    return ["k"] * has_codes + ["v", "i"] * has_texts
 
 
 def line_up(journal: Journal, values: FeatureValues, number: int, split: str) -> LogCounts:
     """Write relation `line_<number>` of log `number`, and return what became of the events.
 
-    Columns: `row_`, the place in the line; `out_`, the row of the dataset, null if it is none; `who_`; `time_`, in whole
-    seconds; `item_`, whether it is an event; of the j-th feature its text `v<j>` and its id `i<j>`; the numbers `m<j>`.
-    `split`: the expression of the split of a row of `staged_`.
+    Columns: `row_`, the place in the line; `out_`, the row of the dataset, null if it is none; `who_`, the row of relation
+    `who_<number>` (row_, who_), which has the users in order; `time_`, in whole seconds; `item_`, whether it is an event; of
+    the j-th feature the code of its text `k<j>`, or its text `v<j>` and its id `i<j>`; the numbers `m<j>`. `split`: the
+    expression of the split of a row of `staged_`.
     """
     log, past = journal.table.logs[number], len(journal.table.history) + number
     features = {f.name: (i, f) for i, f in enumerate(journal.table.categorical)}
@@ -73,8 +90,8 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
         known.append((owner, "" if owner.is_hashed else values_with_id(journal, first, owner)))
     is_taken = [f"coalesce(r.past{past}_, false)"] * bool(log.filter and not log.source)
     is_taken += ["coalesce(r.name_ = 'train', false)"] * (log.rows == "train")
-    # The rows of the dataset, and their row in `staged_`.
-    before = "before_" if journal.work.state["rows_in"] == "rows_" else "row_"
+    # Whether the rows of the dataset are not those of `staged_`.
+    is_placed = journal.work.state["rows_in"] == "rows_"
     rows = _Lines(
         f"(SELECT *, {split} AS name_ FROM staged_)",
         f"r.who{past}_",
@@ -86,16 +103,15 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
             for (i, _), (owner, vocabulary) in zip(of, known, strict=True)
         ],
         [f"r.event{past}_{j}_" for j in range(len(log.numbers))],
-        "p.out_",
-        f"LEFT JOIN (SELECT row_ AS out_, {before} AS before_ FROM rows_) AS p ON r.row_ = p.before_",
+        "p.row_" if is_placed else "r.row_",
+        "LEFT JOIN rows_ AS p ON r.row_ = p.before_" * is_placed,
     )
     texts = [look_up(f"r.c{j}", f"v{j}_", ids, owner) for j, (owner, ids) in enumerate(known)]
     events, lines = rows, [rows]
     if log.source:
         # The rows are no events, but see those of the other source.
-        nothing = [Lookup("CAST(NULL AS STRING)", "0", "")] * len(of)
         zeros = ["CAST(0 AS FLOAT)"] * len(log.numbers)
-        rows = replace(rows, has_value="false", found=nothing, numbers=zeros)
+        rows = replace(rows, has_value="false", found=[Lookup({}, "", "")] * len(of), numbers=zeros)
         events = _Lines(
             _stage_events(journal, number),
             "r.who0_",
@@ -115,10 +131,18 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
         ((counts.carried,),) = journal.engine.rows(f"SELECT count(*) FROM {carried}")
         numbers = [f"r.m{j}" for j in range(len(log.numbers))]
         lines.append(_Lines(carried, "r.who_", "r.time_", "true", "true", texts, numbers, day=0))
-    query = " UNION ALL ".join(part.query for part in lines)
+    users, kinds = _write_users(journal, f"who_{number}", lines), kinds_of_values(journal, log)
+    query = " UNION ALL ".join(part.query(users, kinds) for part in lines)
     keys = ["who_", "time_", "day_", "place_"]
     journal.once(f"line_{number}", lambda path: journal.engine.number(query, keys, path))
     return counts
+
+
+def _write_users(journal: Journal, name: str, lines: Sequence[_Lines]) -> str:
+    every = (f"SELECT {of.who} AS who_ FROM {of.relation} AS r WHERE {of.is_known}" for of in lines)
+    distinct = f"SELECT DISTINCT who_ FROM ({' UNION ALL '.join(every)})"
+    journal.once(name, lambda path: journal.engine.number(distinct, ["who_"], path))
+    return name
 
 
 def sequence_group(of: EventLog | EventLists) -> SequenceGroup:
@@ -131,11 +155,11 @@ def sequence_group(of: EventLog | EventLists) -> SequenceGroup:
 
 def _counts(journal: Journal, events: _Lines) -> LogCounts:
     """Count what is in no log, by the first reason."""
-    is_known = f"{events.who} IS NOT NULL AND {events.time} IS NOT NULL"
+    known = events.is_known
     reasons = [
-        f"NOT ({is_known})",
-        f"{is_known} AND NOT ({events.is_taken})",
-        f"{is_known} AND {events.is_taken} AND NOT ({events.has_value})",
+        f"NOT ({known})",
+        f"{known} AND NOT ({events.is_taken})",
+        f"{known} AND {events.is_taken} AND NOT ({events.has_value})",
     ]
     sums = ", ".join(
         f"CAST(coalesce(sum(CASE WHEN {reason} THEN 1 ELSE 0 END), 0) AS BIGINT)"

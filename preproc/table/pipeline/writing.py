@@ -17,7 +17,7 @@ from preproc.table.pipeline.categoricals import EncodedFeature
 from preproc.table.pipeline.journal import Journal
 from preproc.table.pipeline.numericals import Numericals, count_changes, write_numericals
 from preproc.table.pipeline.rows import where_in_output
-from preproc.table.pipeline.sequences import sequence_group
+from preproc.table.pipeline.sequences import kinds_of_values, sequence_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +126,21 @@ def _begin_features(
 
 def _write_log(journal: Journal, of: Transformed, files: TableFiles, number: int) -> None:
     # Imported here, since pyarrow takes 25 MB of memory.
-    from preproc.table.log_files import write_log
+    from preproc.table.log_files import LineValues, write_log
 
     log = journal.table.logs[number]
-    features = [feature for feature in of.categorical if feature.name in log.features]
+    features = {feature.name: i for i, feature in enumerate(of.categorical)}
+    values = []
+    for j, name in enumerate(log.features):
+        columns = {kind: f"{kind}{j}" for kind in kinds_of_values(journal, log)}
+        feature, i, path = of.categorical[features[name]], features[log.of[j]], f"line_{number}.{j}"
+        ids = files.array(f"ids_{i}", feature, path) if "k" in columns else None
+        texts = files.texts(f"all_/texts_c{i}", "value", path) if "k" in columns else None
+        values.append(LineValues(columns, feature.dtype, ids, texts))
     keeps_latest = journal.config.mode is not Mode.transform
     numbers = sequence_group(log).numbers
     counts = of.logs[log.name]
-    write_log(files, number, log, features, numbers, counts, keeps_latest=keeps_latest)
+    write_log(files, number, log, values, numbers, counts, keeps_latest=keeps_latest)
 
 
 def _write_lists(journal: Journal, of: Transformed, files: TableFiles, number: int) -> None:

@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from preproc.table.duckdb_engine import DuckDBEngine
+from preproc.table.output_files import TableFiles
 from preproc.transformed_rows import open_transformed_rows
 from tests.helpers.preproc_command import Refused, preproc
 from tests.preproc.table.test_pipeline import SHARED, build
@@ -486,6 +488,32 @@ def test_a_log_is_written_in_pieces_and_a_stopped_run_resumes(tmp_path, monkeypa
         with pytest.raises(Refused, match="stop"):
             build(tmp_path / "again", table, "shuffle=true")
     assert build(tmp_path / "again", table, "shuffle=true") == wanted
+
+
+def test_a_line_is_sorted_without_texts(tmp_path, monkeypatch):
+    lines = {}
+
+    def number(engine, query, order_by, path):
+        lines[path.name] = dict(engine.columns(query))
+        return sort(engine, query, order_by, path)
+
+    sort = DuckDBEngine.number
+    monkeypatch.setattr(DuckDBEngine, "number", number)
+    rows = random_rows(23)
+    build(tmp_path / "out", described(write_rows(tmp_path / "t.csv", rows)))
+    check(tmp_path / "out", reference(rows, 3))
+    assert lines["who_0"] == {"who_": "VARCHAR"}
+    assert "VARCHAR" not in lines["line_0"].values()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 300_000])
+def test_texts_of_a_relation_are_an_array(tmp_path, rows):
+    wanted = pa.array(["" if i % 5 == 0 else f"é{i}" for i in range(rows)], pa.string())
+    (tmp_path / "r").mkdir()
+    pq.write_table(pa.table({"value": wanted}), tmp_path / "r/0.parquet")
+    files = object.__new__(TableFiles)
+    files.directory, files._connection = tmp_path, duckdb.connect()
+    assert files.texts("r", "value", "r").cast(pa.string()).equals(wanted)
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not here")
