@@ -82,6 +82,7 @@ class Engine(Protocol):
 
     columns_at_once: int  # threads that may call the engine at the same time
     doubles: str  # type of lists of doubles
+    drops_zones: bool  # whether a text that becomes a TIMESTAMP loses its zone
     codes_texts: bool  # whether `stage` writes codes in place of texts
     num_ties: int  # rows of the latest `stage` whose order is that of the row before; Spark: 0
 
@@ -151,6 +152,7 @@ class DuckDBEngine:
     codes_texts = True
     num_ties = 0
     doubles = "DOUBLE[]"
+    drops_zones = True
 
     def __init__(self, config: PreprocConfig, directory: Path, *, may_skip: bool = True) -> None:
         self._may_skip = may_skip

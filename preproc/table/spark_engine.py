@@ -46,6 +46,7 @@ class SparkEngine:
     columns_at_once = 8
     codes_texts = False
     doubles = "ARRAY<DOUBLE>"
+    drops_zones = False
     num_ties = 0
 
     def __init__(self, config: PreprocConfig, directory: Path) -> None:

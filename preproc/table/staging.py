@@ -20,6 +20,7 @@ from configs.table_schema import (
     Numerical,
     RowNumber,
     TableConfig,
+    of_utc,
 )
 from dataloading.row_sql import COLUMN, KIND, columns_of, of_many_rows, reads_other_rows, unserved
 from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError, StagedRows
@@ -45,6 +46,8 @@ from preproc.text_columns import TEXT_TYPES, TextColumns
 # Columns that give the order of a source's rows; DuckDB numbers those of further sources of a query.
 OWN_COLUMN = re.compile(r"(file|order)_(_\d+)?")
 FLOAT_TYPES = ("float", "double")
+# Columns that order rows and events.
+ORDERS = re.compile(r"(key|time|moment)\d+_")
 # Types of numbers that become doubles without NaN.
 # Parquet, as DuckDB writes it, would round a hugeint.
 TIME_TYPE = re.compile(r"u?(tiny|small|big)?int(eger)?|decimal.*|float|double|date|timestamp.*")
@@ -129,7 +132,7 @@ class Staging:
         self.sources = sources  # by name, resolved
         self.table = table
         self._fitted = None if fitted is None else fitted.named(sources)
-        self._expressions = _expressions_of(table)
+        self._expressions = _expressions_of(table, engine)
         base = self._base()
         self._names = [
             name for name, _ in engine.columns(base) if not OWN_COLUMN.fullmatch(name.lower())
@@ -139,7 +142,7 @@ class Staging:
         self._column_names = set(found.result)
         if may_lack_labels:
             self.table = self._without_absent(base)
-            self._expressions = _expressions_of(self.table)
+            self._expressions = _expressions_of(self.table, engine)
         if table.query and table.split.needs_file:
             self._require_file(base)
         for item in self._expressions:
@@ -614,7 +617,7 @@ def _number(name: str, key: str, title: str) -> tuple[str, list[str]]:
     ]
 
 
-def _expressions_of(table: TableConfig) -> list[_Expression]:
+def _expressions_of(table: TableConfig, engine: Engine) -> list[_Expression]:
     expressions = [
         _expression(column, f"table.{key}: ", number.name, number.expression or "")
         for column, (key, number) in table.row_numbers.items()
@@ -643,7 +646,11 @@ def _expressions_of(table: TableConfig) -> list[_Expression]:
             _expression(f"key{i}_", f"table.order_by[{i}]", "", key)
             for i, key in enumerate(table.order_by)
         ]
-    return expressions
+    if not engine.drops_zones:
+        return expressions
+    return [
+        replace(of, sql=of_utc(of.sql)) if ORDERS.fullmatch(of.column) else of for of in expressions
+    ]
 
 
 def _where(past: History | EventLog | EventLists) -> str:

@@ -16,6 +16,7 @@ from configs.table_schema import (
     History,
     Numerical,
     RowNumber,
+    of_utc,
     transform_of,
 )
 from configs.transforms import is_served
@@ -209,15 +210,16 @@ def _sequence(log: EventLog, inputs: _Inputs) -> RawSequence:
     for sql in filter(None, (log.order_by, log.filter)):
         events.add_sql(log.name, sql)
     inputs.add_sql(log.name, log.order_by)
+    moment = of_utc(log.order_by)
     described = RawRows(
         **events.facts(features, []),
         float16=False,
         numerical=numbers,
         categorical=[replace(f, name=n) for n, f in zip(log.features, features, strict=True)],
-        times={log.time_name: log.order_by},
+        times={log.time_name: moment},
         filter=log.filter,
     )
-    return RawSequence(name=log.name, length=log.length, moment=log.order_by, events=described)
+    return RawSequence(name=log.name, length=log.length, moment=moment, events=described)
 
 
 def _numerical(feature: Numerical, inputs: _Inputs) -> RawNumber:

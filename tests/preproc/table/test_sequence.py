@@ -4,7 +4,8 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
 from itertools import groupby
 from pathlib import Path
 
@@ -251,6 +252,39 @@ def test_times_count_in_whole_seconds_of_utc_in_any_zone(tmp_path, monkeypatch, 
     seen, found = stored(tmp_path / "out", "d")
     assert found == [0, 0, 0, 0, 0, -86_400]
     assert [len(events) for events in seen] == [1] * 5 + [0]
+
+
+ZONES = {"Z": 0, "+05:30": 19_800, "-03": -10_800, "": 0}
+
+
+@pytest.mark.parametrize(
+    "order_by", ["CAST(time AS TIMESTAMP)", "time::timestamp", "try_cast(time as Timestamp )"]
+)
+def test_texts_of_times_count_by_the_zones_that_they_name(tmp_path, order_by):
+    """DuckDB's cast drops them without a word, and a row would see events of hours that are still to come."""
+    draw = random.Random(7)
+    rows = [replace(row, time=row.time or "5") for row in random_rows(7)]
+    lines = ["y,user,item,shop,time,rating"]
+    for row in rows:
+        zone = draw.choice([*ZONES])
+        at = datetime(1970, 1, 1) + timedelta(seconds=int(row.time) + ZONES[zone])
+        lines.append(f"{row.label},{row.user},{row.item},{row.shop},{at}{zone},{row.rating}")
+    (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+    table = described(tmp_path / "t.csv", order_by=order_by)
+    build(tmp_path / "out", table)
+    moments = check(tmp_path / "out", reference(rows))
+    assert moments == [int(row.time) if row.user else 0 for row in rows]
+    # The order of the rows and of a history's events, too.
+    of_item = {"name": "last", "of": "item", "by": '"user"', "order_by": order_by, "length": 2}
+    table |= {"order_by": [order_by, "order_"], "history": [of_item]}
+    build(tmp_path / "sorted", table)
+    in_order = sorted(rows, key=lambda row: int(row.time))
+    moments = check(tmp_path / "sorted", reference(in_order))
+    assert moments == [int(row.time) if row.user else 0 for row in in_order]
+    items = ids_of(tmp_path / "sorted", "item")
+    last = [np.fromfile(tmp_path / f"sorted/{s}/last.bin", "i1").reshape(-1, 2) for s in SPLITS]
+    wanted = [[items.get(e[0], 0) for e in seen[:-3:-1]] for seen in reference(in_order)]
+    assert np.concatenate(last).tolist() == [[*ids, 0, 0][:2] for ids in wanted]
 
 
 def test_events_of_another_source(tmp_path, capsys):

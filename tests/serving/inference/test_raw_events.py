@@ -224,3 +224,30 @@ def test_events_of_another_source_are_refused_at_the_export(tmp_path, rows):
     message = "^the events 'seen' are of source 'more', and a server takes raw values of those that are rows; leave fitted out"
     with pytest.raises(ValueError, match=message):
         write_raw_values(tmp_path, str(data), FeatureSpec.load(data), {})
+
+
+def test_times_of_requests_and_tables_count_by_their_zones(tmp_path):
+    """A text such as 12:00+02:00 is the moment 10:00Z, not two hours later."""
+    table = """{sources: {logs: {files: '%s'}}, label: {name: click}, categorical: [item],
+      sequence: [{name: seen, of: [item], by: user, order_by: 'CAST(time AS TIMESTAMP)', length: 4}]}"""
+    lines = [
+        [str(n % 2), "u", f"i{n}", "A", "1", "buy", f"2026-03-01 10:00:{n:02d}"] for n in range(20)
+    ]
+    data = fit(tmp_path, lines, table)
+    spec = FeatureSpec.load(data)
+    description = write_raw_values(tmp_path, str(data), spec, {})
+    raw = RawValues.load(tmp_path, raw_manifest(spec, description, tmp_path, "click"), {})
+    found = []
+    for time, events in (
+        ("2026-03-01 11:00:00", ["2026-03-01 10:00:00", "2026-03-01 10:30:00"]),
+        ("2026-03-01T13:00:00+02:00", ["2026-03-01T10:00:00Z", "2026-03-01 07:30:00-03"]),
+    ):
+        inputs = {"item": ["i1"], "time": [time], "seen_item": ["i2", "i3"], "seen_time": events}
+        shapes = {name: (1, len(of))[: raw.inputs[name]] for name, of in inputs.items()}
+        rows = raw.rows(inputs, shapes, 1)
+        lists = {name: [of] if raw.inputs[name] == 2 else of for name, of in inputs.items()}
+        of_table = RawTables(data).transformed(pa.table(lists))
+        found.append((of_table.to_pydict(), rows.numbers["seen_time"].values.tolist()))
+    assert found[0] == found[1]
+    assert found[0][1] == [3600, 1800]
+    assert len(found[0][0]["seen_time"][0]) == 2
