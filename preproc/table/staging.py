@@ -495,11 +495,7 @@ class Staging:
         where, named = _where(past), self.table.past_columns(number)
         who, time, condition = (f"{key}{number}_" for key in ("who", "time", "past"))
         kind, past_kind = kinds[time], kinds.get(condition, "boolean")
-        if not TIME_TYPE.fullmatch(kind):
-            raise ValueError(
-                f"{where}: order_by {shown(past.order_by)} is {kind.partition(' ')[0]}, want a number, a date or a "
-                f"timestamp: {remedy(past.order_by)}"
-            )
+        _check_time(past, kind)
         if past_kind != "boolean":
             raise ValueError(
                 f"{where}: filter {shown(past.filter)} is {past_kind.partition(' ')[0]}, want a condition that is true "
@@ -529,6 +525,7 @@ class Staging:
         for column, (key, sql) in group.columns(number).items():
             kind, value = kinds[column], column
             if column.startswith("moment"):
+                _check_time(group, kind)
                 columns.append(f"{seconds_of(column, kind)} AS {column}")
                 continue
             if separator and is_text(kind):
@@ -537,6 +534,11 @@ class Staging:
                 raise ValueError(
                     f"{_where(group)}: {key}: got {shown(sql)}, which is {kind.partition(' ')[0]}; want a list of numbers, or "
                     f"text with the separator of {shown(group.lists[0])}"
+                )
+            elif re.search('^(date|time)|"elementtype":"(date|time)', kind):
+                raise ValueError(
+                    f"{_where(group)}: {key}: got {shown(sql)}, a list of dates or times; want numbers, such as {{name: NAME, "
+                    f'expression: "[epoch(x) for x in {sql}]"}}'
                 )
             columns.append(f"try_cast({value} AS {self._engine.doubles}) AS {column}")
         return columns
@@ -655,6 +657,15 @@ def _expressions_of(table: TableConfig, engine: Engine) -> list[_Expression]:
 
 def _where(past: History | EventLog | EventLists) -> str:
     return f"table.{'history' if isinstance(past, History) else 'sequence'}: {shown(past.name)}"
+
+
+def _check_time(past: History | EventLog | EventLists, kind: str) -> None:
+    """Raise ValueError if the type of `order_by` is none of a time."""
+    if not TIME_TYPE.fullmatch(kind):
+        raise ValueError(
+            f"{_where(past)}: order_by {shown(past.order_by)} is {kind.partition(' ')[0]}, want a number, a date or a "
+            f"timestamp: {remedy(past.order_by)}"
+        )
 
 
 def _expression(column: str, where: str, name: str, sql: str) -> _Expression:

@@ -204,6 +204,12 @@ def test_a_bad_row_is_named(tmp_path, change, message, is_text):
             {"numbers": [{"name": "n", "expression": "length(items)"}], "time": "", "order_by": ""},
             "'past': numbers: 'n': got 'length(items)', which is bigint; want a list of numbers",
         ),
+        (
+            {"order_by": "'2026-01-01'"},
+            "'past': order_by \"'2026-01-01'\" is varchar, want a number, a date or a timestamp: text would put '10' before '9'; "
+            "write CAST('2026-01-01' AS BIGINT) or AS TIMESTAMP",
+        ),
+        ({"order_by": "[time]"}, "'past': order_by '[time]' is varchar[], want a number, a date or a timestamp"),
         ({"by": "user"}, "table.sequence[0].by: no such key; want one of name, lists, length, numbers, time, order_by"),
     ],
 )  # fmt: skip
@@ -211,3 +217,21 @@ def test_a_mistake_in_a_group_of_lists_is_named(tmp_path, change, message):
     path = write(tmp_path, random_rows(2), is_text=True)
     with pytest.raises(Refused, match=re.escape(message)):
         build(tmp_path / "out", described(path, is_text=True, **change))
+
+
+def test_lists_of_times_are_refused_with_the_numbers_to_write(tmp_path):
+    rows = random_rows(0)
+    path = write(tmp_path, rows, is_text=False)
+    build(tmp_path / "numbers", described(path, is_text=False))
+    times = [pa.scalar(row["times"], pa.list_(pa.int64())) for row in rows]
+    kind = pa.list_(pa.timestamp("s", "Asia/Tokyo"))
+    table = pq.read_table(path)
+    stamps = pa.array([time.as_py() for time in times]).cast(kind)
+    pq.write_table(table.set_column(table.schema.get_field_index("times"), "times", stamps), path)
+    message = "numbers: 'times': got '\"times\"', a list of dates or times; want numbers, such as {name: NAME, expression: "
+    with pytest.raises(Refused, match=re.escape(message)) as caught:
+        build(tmp_path / "out", described(path, is_text=False))
+    expression = re.search('expression: "(.*)"}', caught.value.message)[1]
+    numbers = ["prices", {"name": "times", "expression": expression}]
+    build(tmp_path / "out", described(path, is_text=False, numbers=numbers))
+    assert stored_lists(tmp_path / "out") == stored_lists(tmp_path / "numbers")
