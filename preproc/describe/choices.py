@@ -213,9 +213,10 @@ def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Ch
     if table.is_criteo and has_name(column, r"i\d+|num_\d+"):
         transforms = {"transforms": [{"log": 3}, {"fill": 0}]}
         return Choice(column, "numerical", transforms, "as dataset=criteo_kaggle")
-    # Numbers that name things: by their name, few of them, with zeros before, or too large for amounts.
+    # Numbers that name things: ids of libffm, by their name, few of them, with zeros before, or too large for amounts.
     is_code = column.is_whole and (
         is_key
+        or source.format == "libffm"
         or has_name(column, THING)
         or (
             column.lowest >= 0

@@ -546,3 +546,10 @@ def test_a_number_of_the_row_is_no_feature(tmp_path):
     table = described(source, tmp_path)["table"]
     assert names_of(table["numerical"]) == ["square"]
     assert "#  - rownames: numbers the rows one by one" in (tmp_path / "written.yaml").read_text()
+
+
+def test_ids_of_libffm_are_no_numbers(tmp_path):
+    rows = (f"{i % 2} 0:{i % 50}:1 1:{i % 20}:1 2:7:{i}" for i in range(ROWS))
+    table = described(lines(tmp_path / "a.ffm", rows), tmp_path)["table"]
+    assert table["categorical"] == ["f0", "f1"]
+    assert [feature["name"] for feature in table["numerical"]] == ["f2_value"]
