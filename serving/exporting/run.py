@@ -120,6 +120,10 @@ def open_trained(path: Path, data: str | None) -> Trained:
 
 def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Manifest:
     spec, dtype = trained.source.spec, options.dtype.name
+    raw = None
+    # First: a fit that cannot be served is refused before tables of any size are written.
+    if options.fitted is not None:
+        raw = write_raw_values(directory, options.fitted, spec, trained.saved.facts)
     maps = stored_key_maps(trained.config, spec, trained.saved.index)
     batches = proof_batches(trained.source, options.split, options.rows, maps)
     numbers = looked_up_rows(trained.tables, batches)
@@ -146,9 +150,6 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
     keys_of_rows = {} if maps is None else maps.keys_of_rows()
     files = {table: write_key_rows(directory, table, keys) for table, keys in keys_of_rows.items()}
     keys = {f.name: files[f.table or f.name] for f in spec.categorical if f.is_dynamic}
-    raw = None
-    if options.fitted is not None:
-        raw = write_raw_values(directory, options.fitted, spec, trained.saved.facts)
     manifest = replace(manifest, keys=keys, raw=raw)
     path = TrainingPath(trained.tables, numbers, rows, dense, trained.tasks, spec)
     _write_manifest(directory, manifest, {})

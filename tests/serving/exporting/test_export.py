@@ -299,6 +299,18 @@ def test_other_features_and_damaged_checkpoints_are_refused(runs, ragged_data, t
     assert not (tmp_path / "model").exists()
 
 
+def test_a_fit_that_cannot_be_served_is_refused_before_tables_are_written(
+    runs,
+    ragged_data,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    monkeypatch.setattr(run, "write_tables", lambda *_: pytest.fail("tables were written"))
+    with pytest.raises(ValueError, match=str(ragged_data)):
+        export(runs["dlrm"][0], tmp_path / "model", fitted=str(ragged_data))
+    assert not (tmp_path / "model").exists()
+
+
 @pytest.mark.parametrize("name", ["dense.pt2", "tables/cat_1.bin"])
 def test_a_damaged_model_is_refused(model, name, tmp_path):
     shutil.copytree(model, tmp_path / "model")
