@@ -22,6 +22,12 @@ from preproc.transformed_rows import TransformedRows, refuse_histories
 @contextmanager
 def table_file(rows: pa.Table) -> Iterator[str]:
     """Write a table as Parquet for a moment; an error in the block names no file, but `the table`."""
+    for field in rows.schema:
+        if pa.types.is_duration(field.type) or "period" in str(field.type):
+            raise ValueError(
+                f"the table: column {shown(field.name)} is {field.type}, a number whose unit a file does not keep; want "
+                "numbers or text, as of .dt.total_seconds() or astype(str)"
+            )
     with TemporaryDirectory(prefix="table-") as directory:
         path = str(Path(directory) / "table.parquet")
         try:

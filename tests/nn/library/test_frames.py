@@ -51,6 +51,9 @@ def test_a_frame_has_the_checks_of_the_command(tmp_path):
         describe(pd.DataFrame({"y": [0, 1], "x": [1, "a"]}))
     with pytest.raises(ValueError, match=r"column 'x' has complex numbers; want real ones"):
         describe(pd.DataFrame({"y": [0, 1], "x": [1j, 2]}))
+    for waited in (pd.to_timedelta([1, 2], "s"), pd.period_range("2026-01", periods=2, freq="M")):
+        with pytest.raises(ValueError, match=r"column 'x' is .* whose unit a file does not keep"):
+            describe(pd.DataFrame({"y": [0, 1], "x": waited}))
     for empty in (pd.DataFrame(), FRAME.head(0), pd.DataFrame(index=range(3))):
         with pytest.raises(ValueError, match=r"^the table has shape \[.*\]; want rows and columns"):
             describe(empty)
