@@ -46,8 +46,8 @@ from preproc.text_columns import TEXT_TYPES, TextColumns
 # Columns that give the order of a source's rows; DuckDB numbers those of further sources of a query.
 OWN_COLUMN = re.compile(r"(file|order)_(_\d+)?")
 FLOAT_TYPES = ("float", "double")
-# Columns that order rows and events.
-ORDERS = re.compile(r"(key|time|moment)\d+_")
+# Columns that order rows and events, and that divide rows.
+ORDERS = re.compile(r"(key|time|moment)\d+_|split_")
 # Types of numbers that become doubles without NaN.
 # Parquet, as DuckDB writes it, would round a hugeint.
 TIME_TYPE = re.compile(r"u?(tiny|small|big)?int(eger)?|decimal.*|float|double|date|timestamp.*")

@@ -271,9 +271,15 @@ def test_texts_of_times_count_by_the_zones_that_they_name(tmp_path, order_by):
         lines.append(f"{row.label},{row.user},{row.item},{row.shop},{at}{zone},{row.rating}")
     (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
     table = described(tmp_path / "t.csv", order_by=order_by)
+    late = f"CASE WHEN {order_by} < TIMESTAMP '1970-01-01 00:00:15' THEN 'train' ELSE 'test' END"
     build(tmp_path / "out", table)
     moments = check(tmp_path / "out", reference(rows))
     assert moments == [int(row.time) if row.user else 0 for row in rows]
+    build(tmp_path / "divided", table | {"split": {"by": "column", "expression": late}})
+    _, moments = stored(tmp_path / "divided")
+    trained = [int(row.time) if row.user else 0 for row in rows if int(row.time) < 15]
+    assert 0 < len(trained) < len(rows)
+    assert moments[: FeatureSpec.load(tmp_path / "divided").rows_of("train")] == trained
     # The order of the rows and of a history's events, too.
     of_item = {"name": "last", "of": "item", "by": '"user"', "order_by": order_by, "length": 2}
     table |= {"order_by": [order_by, "order_"], "history": [of_item]}
