@@ -108,6 +108,15 @@ def columns_of(sql: str) -> list[str]:
     return list(names)
 
 
+def of_utc(sql: str) -> str:
+    """Return SQL of a time whose casts of text heed the zone of the text, which DuckDB's `AS TIMESTAMP` drops without a word.
+
+    Times without a zone are of UTC. For what orders and counts seconds only: parts of a time, such as its hour, may be local.
+    """
+    cast = r"(\bAS\s+TIMESTAMP)(?=\s*\))|(::\s*TIMESTAMP)\b(?!\s+WITH)"
+    return re.sub(cast, r"\1\2TZ", sql, flags=re.IGNORECASE)
+
+
 READS_FILE = re.compile(r'"function_name": "(read_|query|glob|duckdb_|\w+_scan)')
 
 

@@ -20,9 +20,16 @@ from configs.table_schema import (
     Numerical,
     RowNumber,
     TableConfig,
-    of_utc,
 )
-from dataloading.row_sql import COLUMN, KIND, columns_of, of_many_rows, reads_other_rows, unserved
+from dataloading.row_sql import (
+    COLUMN,
+    KIND,
+    columns_of,
+    of_many_rows,
+    of_utc,
+    reads_other_rows,
+    unserved,
+)
 from preproc.table.duckdb_engine import Engine, MissingColumnError, QueryError, StagedRows
 from preproc.table.expressions import (
     LARGEST_DOUBLE,

@@ -16,13 +16,12 @@ from configs.table_schema import (
     History,
     Numerical,
     RowNumber,
-    of_utc,
     transform_of,
 )
 from configs.transforms import is_served
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import FITTED
-from dataloading.row_sql import COLUMN, columns_of, unserved
+from dataloading.row_sql import COLUMN, columns_of, of_utc, unserved
 from nn.checkpoint.compatibility import vocabulary_mismatch
 from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, load_fitted, vocabulary_name
 from serving.inference.requests import IDS, NUMERICAL
