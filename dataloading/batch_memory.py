@@ -23,7 +23,7 @@ class Slots:
         # Of the layout of each slot's batch; the processes write it.
         memory = np.frombuffer(shared_memory(num_slots * num_ragged), np.int8)
         self.doublings = memory.reshape(num_slots, num_ragged)
-        self._copied: list[torch.cuda.Event] = []
+        self._copied: list[torch.Event] = []
         # per slot, its usual batches by their sizes; such a batch always has the same memory
         self.batches: list[dict[tuple[int, ...], Batch]] = [{} for _ in range(num_slots)]
 
@@ -39,7 +39,7 @@ class Slots:
             return
         for memory in self._memories:
             torch.cuda.check_error(_cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-            self._copied.append(torch.cuda.Event())
+            self._copied.append(torch.Event("cuda"))
 
     def unpin(self) -> None:
         """Wait for all copies, then unpin whatever `pin` has pinned."""

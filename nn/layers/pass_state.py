@@ -14,10 +14,10 @@ class PassState:
     """Numbers of the current training pass, in device memory.
 
     `all_reduce_sum`: sums a tensor over ranks in place and returns it; the identity for one rank. `step`: number of earlier
-    updates, int64 [1]. `first_row`: number of this rank's first row in the global batch, int64 [1]. `num_valid`: valid rows
-    of this rank, which come first, int64 [1]. The others are padding. `global_valid`: valid rows over all ranks, int64 [1].
-    `global_rows`: number of each row in the global batch, int32 [rows]; None if they are consecutive. `chunk`: number of the
-    rows' part of the batch, if a step takes it in parts.
+    updates, int64 [1], or the given int32 [1], which its owner writes. `first_row`: number of this rank's first row in the
+    global batch, int64 [1]. `num_valid`: valid rows of this rank, which come first, int64 [1]. The others are padding.
+    `global_valid`: valid rows over all ranks, int64 [1]. `global_rows`: number of each row in the global batch, int32 [rows];
+    None if they are consecutive. `chunk`: number of the rows' part of the batch, if a step takes it in parts.
     """
 
     def __init__(
@@ -27,13 +27,16 @@ class PassState:
         rank: int = 0,
         all_reduce_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor,
         all_reduce_max: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        *,
+        step: Tensor | None = None,
     ) -> None:
         self.seed = seed
         self.all_reduce_sum = all_reduce_sum
         self.all_reduce_max = all_reduce_max
         self._rank = rank
         numbers = torch.zeros(4, dtype=torch.int64, device=device)
-        self.step, self.first_row, self.num_valid, self.global_valid = numbers.split(1)
+        self._own_step, self.first_row, self.num_valid, self.global_valid = numbers.split(1)
+        self.step: Tensor = self._own_step if step is None else step
         self._rows: tuple[int, int, int] | None = None
         self.global_rows: Tensor | None = None
         # By rows of the batch: a captured pass reads the same memory every time.
@@ -52,7 +55,8 @@ class PassState:
 
         `rows`: rows of this rank's batch, padding included; the same on all ranks. `global_rows` are on the device.
         """
-        self.step.fill_(step)
+        if self.step is self._own_step:
+            self.step.fill_(step)
         self.global_rows = None
         if global_rows is not None:
             if rows not in self._global_rows:

@@ -37,11 +37,11 @@ class BatchRows:
         """Take over rows of tables in host memory, which the ids need."""
         self._hold = hold
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep memory that is not reused from being freed before `stream` is done with it."""
+    def record_stream(self) -> None:
+        """Keep memory that is not reused from being freed before the current stream is done with it."""
         if self._has_own_memory:
             for tensor in self.ids.tensors:
-                tensor.record_stream(stream)
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def overflow(self) -> bool:
         """Return whether the ids are not valid, since they do not fit; the host waits for their exchange."""

@@ -242,6 +242,9 @@ class ForwardBackward:
         is_fused = context.dense.fuses_lookup and self._is_whole
         table_rows = self._lookup.table_rows(ids) if is_fused else None
         self._table_stream.wait_for_main()
+        if context.layers is not None:
+            # On the stream of the layers, which read the step; tables are updated behind the loss, which is behind this.
+            context.table_scalars.load()
         with self._table_stream.launches():
             if table_rows is None:
                 with annotate("lookup"):

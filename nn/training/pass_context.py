@@ -42,9 +42,11 @@ class PassContext:
     def load_scalars(self) -> None:
         """Queue the copies of what the updates read and the host has written since the last pass.
 
-        They must precede the loss on their stream: when the host has read that, it may write again.
+        They must precede the loss on their stream: when the host has read that, it may write again. Of a pass with `layers` the
+        tables' are copied before, on the stream of these.
         """
-        self.table_scalars.load()
+        if self.layers is None:
+            self.table_scalars.load()
         if self.dense_update is not None:
             self.dense_update.load()
 

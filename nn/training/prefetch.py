@@ -65,7 +65,8 @@ class Prefetcher:
             raise RuntimeError(
                 "start_next() was called twice, which would lose a batch; take the waiting batch with next() first"
             )
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        # Entered in C++; `torch.cuda.stream` asks in Python for device and stream, which takes longer than a small launch.
+        with self._stream or nullcontext():
             # On the stream that copies: the loader reuses a batch's memory when this stream has reached this point.
             start = time.perf_counter()
             with annotate(DATA_WAIT), self._loading():
@@ -88,14 +89,13 @@ class Prefetcher:
             raise StopIteration
         (batch, rows), self._next, self._is_started = self._next, None, False
         if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
             # Before the wait for this batch, for whose rows the next one's copy and mapping need not wait.
             if self._buffers is not None:
                 self._buffers.previous_is_used()
             self._runner.wait_for(self._stream)
-            rows.record_stream(current)
+            rows.record_stream()
             if batch.layout.doublings:
-                batch.memory.record_stream(current)
+                batch.memory.record_stream(torch.cuda.current_stream(self._device))
         return batch, rows
 
     def _on_device(self, batch: Batch) -> Batch:
@@ -124,14 +124,14 @@ class _Buffers:
         self._batches: list[dict[tuple[int, ...], Batch]] = [{}, {}]
         self._turn = 0
         # On the stream that trains, behind the last use of the batch before the latest.
-        self._is_used = torch.cuda.Event()
+        self._is_used = torch.Event(device)
 
     def fit(self, memory: Tensor) -> bool:
-        return len(memory) <= len(self._blocks[0])
+        return memory.nbytes <= self._blocks[0].nbytes
 
     def copied(self, batch: Batch) -> Batch:
         """Copy a batch behind the last use of the one that it replaces, and return it; always the same object of a buffer."""
-        torch.cuda.current_stream().wait_event(self._is_used)
+        self._is_used.wait()
         block, batches = self._blocks[self._turn], self._batches[self._turn]
         self._turn = 1 - self._turn
         key = (batch.layout.rows, batch.num_valid, batch.global_valid)

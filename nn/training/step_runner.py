@@ -38,6 +38,8 @@ class StepRunner:
         self._no_ids = torch.empty(0, dtype=torch.int32, device=context.ranks.device)
         self.request_capacity = RequestCapacity(tables.rank_tables, context.chunk_rows)
         self._warn = SlowBatchWarning(context.ranks)
+        # Of torch itself: in C++ it finds the current stream, for which `torch.cuda` takes longer than for the wait.
+        self._is_started = torch.Event(context.ranks.device)
         self.num_launched = 0
 
     def measure(self, loader: Loader) -> None:
@@ -77,7 +79,8 @@ class StepRunner:
         if self.tables.tier is not None:
             self.tables.tier.wait_for(stream)
         else:
-            torch.cuda.current_stream(self._context.ranks.device).wait_stream(stream)
+            self._is_started.record(stream)
+            self._is_started.wait()
 
     def train(
         self, batch: Batch, rows: BatchRows, rekeyed: Mapping[str, Rekeyed] | None = None
@@ -102,7 +105,7 @@ class StepRunner:
             return self.builder.forward(batch, rows).run(rows, batch)
 
     def _is_full(self, batch: Batch) -> bool:
-        return batch.global_valid == len(batch.labels) * self._context.ranks.world_size
+        return batch.global_valid == batch.layout.rows * self._context.ranks.world_size
 
     def _send(self, batch: Batch) -> BatchRows:
         ids = batch.flat_ids

@@ -80,18 +80,17 @@ def autocast(amp: Amp, device_type: str) -> AbstractContextManager:
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype)
 
 
-def _pass_state(dense: Model, seed: int, ranks: Ranks) -> PassState:
-    """Return the state of the layers that depend on the step; their sums over ranks have a communicator of their own.
+def _pass_state(dense: Model, seed: int, ranks: Ranks, step: Tensor) -> PassState:
+    """Return the state of the layers that depend on the `step`; their sums over ranks have a communicator of their own.
 
     The loss is summed beside them, behind the sort of the ids, for which they need not wait.
     """
-    if not any(
-        isinstance(layer, PassLayer) and layer.reduces_over_ranks for layer in dense.modules()
-    ):
-        return PassState(seed, ranks.device, ranks.rank)
-    channel = open_channel(ranks, "layers")
-    reductions = (partial(f, channel=channel) for f in (ranks.all_reduce_sum, ranks.all_reduce_max))
-    return PassState(seed, ranks.device, ranks.rank, *reductions)
+    reductions: list[Callable[[Tensor], Tensor]] = []
+    if any(isinstance(layer, PassLayer) and layer.reduces_over_ranks for layer in dense.modules()):
+        channel = open_channel(ranks, "layers")
+        reduce = ranks.all_reduce_sum, ranks.all_reduce_max
+        reductions = [partial(function, channel=channel) for function in reduce]
+    return PassState(seed, ranks.device, ranks.rank, *reductions, step=step)
 
 
 class TrainStep:
@@ -138,7 +137,8 @@ class TrainStep:
         self._config = config
         self._ranks = ranks
         self._readback = LossReadback(ranks.device)
-        self._pass_state = _pass_state(dense, config.seed, ranks)
+        # The pass copies it to the device for the tables' updates: a launch of its own between two graphs is slow.
+        self._pass_state = _pass_state(dense, config.seed, ranks, tables.scalars.step)
         self._pass_layers = attach(dense, self._pass_state)
         self._gradients = GradientBucket(
             dense.parameters(), tables.replicated_shapes, config.train.clip_norm
@@ -179,7 +179,7 @@ class TrainStep:
                 rekeyed = self.key_maps.take_rekeyed()
             self._set_learning_rate(step, factor)
             if self._pass_layers:
-                sizes = len(batch.labels), batch.num_valid, batch.global_valid
+                sizes = batch.layout.rows, batch.num_valid, batch.global_valid
                 several = self._ranks.world_size > 1
                 self._pass_state.set(step, *sizes, batch.global_rows if several else None)
             with annotate("pass"):

@@ -258,6 +258,32 @@ def test_a_captured_step_equals_a_launched_one(world_size):
         assert captured == pytest.approx(plain, rel=2e-5), kind
 
 
+def streams_asked_for(overrides: list[str]) -> tuple[list[float], int]:
+    """Return the losses of eight steps, and how often the last four ask for a stream in Python."""
+    asked = []
+    with process_group(ranks_from_environment("cuda")), pytest.MonkeyPatch.context() as patched:
+        built = build(compose_config(*overrides))
+        prefetcher = built.prefetcher(0, 8)
+        losses = [built.step.train(step, prefetcher).loss for step in range(4)]
+        for name in ("current_stream", "stream"):
+            of_torch = getattr(torch.cuda, name)
+            patched.setattr(
+                torch.cuda, name, lambda *a, f=of_torch, **k: (asked.append(a), f(*a, **k))[1]
+            )
+        losses += [built.step.train(step, prefetcher).loss for step in range(4, 8)]
+        built.step.close()
+    return losses, len(asked)
+
+
+@pytest.mark.parametrize("world_size", worlds(1))
+def test_a_captured_step_asks_for_no_stream_in_python(world_size):
+    """Torch finds device and stream there in a longer time than it takes for a small launch."""
+    options_of = [*options("dropout", "dlrm", "table_wise"), "data.synthetic.train_rows=2048"]
+    [(losses, asked)] = run_distributed(streams_asked_for, world_size, [*options_of, *ON_GPU])
+    assert losses == pytest.approx(losses_of_cases([options_of], 8)[0], rel=1e-4)
+    assert asked == 0
+
+
 @pytest.mark.parametrize("world_size", worlds(1, 2))
 def test_a_gpu_trains_as_a_cpu(world_size):
     cases = [

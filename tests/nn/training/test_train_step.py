@@ -497,6 +497,25 @@ def test_the_launches_of_a_step_do_not_grow_with_the_ragged_features(tmp_path):
     assert counts == [1 + 1 + 3] * 2
 
 
+@pytest.mark.usefixtures("graphs")
+def test_the_step_number_of_layers_is_no_launch_beside_the_recorded_pass(tmp_path):
+    """It comes with the scalars of the tables' updates, and is that of the step in each pass."""
+    counts, numbers = [], []
+    with ranks_of_cpu():
+        for options in ([], ["model.dropout=0.2"]):
+            built = build(compose_config(*TINY, *options))
+            prefetcher = built.prefetcher(0, 8)
+            for step in range(5, 8):
+                with Launches() as launches:
+                    built.step.train(step, prefetcher)
+                layers = built.step._pass_layers
+                numbers += [layer.pass_state.step.item() for layer in layers[:1]]
+            counts.append(launches.count)
+            built.step.close()
+    assert numbers == [5, 6, 7]
+    assert counts[0] == counts[1]
+
+
 def test_the_layout_of_batches_is_compared_with_the_step_once(monkeypatch):
     with ranks_of_cpu():
         built = build(compose_config(*TINY))
