@@ -456,8 +456,13 @@ def test_captured_steps_equal_launched_ones_and_plain_pytorch(
     for name, captured, launched in zip(CASES, results[::2], results[1::2], strict=True):
         assert (captured[0], launched[0]) == (True, False), name
         assert captured[1] == pytest.approx(launched[1], rel=2e-5), name
-        tolerance = {"rel": 2e-5} if amp == "off" else {"rel": 0.05, "abs": 0.02}
-        assert captured[1] == pytest.approx(trained_longer[name].plain_losses, **tolerance), name
+        rel = {"off": 2e-5, "bf16": 0.05}[amp]
+        if name == "normalised wukong":
+            # It multiplies roundings: after 12 steps plain float32 and float64 differ by 1.5e-5 of the
+            # loss, those of the other cases by 2e-7; plain bf16 and float32 by .06, the others by .03.
+            rel *= {"off": 10, "bf16": 3}[amp]
+        smallest = {"off": 0, "bf16": 0.02}[amp]
+        assert captured[1] == pytest.approx(trained_longer[name].plain_losses, rel, smallest), name
 
 
 # Each model, tables of all widths, without pooling, and of two tasks.
