@@ -63,6 +63,11 @@ class FittedState:
     # SQL types of columns that expressions read, text left out
     types: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def next_day(self) -> Lineage:
+        """The day of a dataset that extends this fit."""
+        return Lineage(self.lineage.day + 1, None, self.lineage.identity)
+
     def has_rare(self, name: str) -> bool:
         return rare_name(name) in self.files
 

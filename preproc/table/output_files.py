@@ -42,15 +42,16 @@ class IdCounts:
 
     values: int = 0
     known: int = 0  # of them, those with an id that is not 0
-    zeros: int = 0  # stored ids that are 0
+    ids: int = 0  # that are stored
+    zeros: int = 0  # of them, those that are 0
     lists: ListCounts | None = None
 
 
 class TableFiles(AbstractContextManager["TableFiles"]):
-    def __init__(self, work: Work, dataset: Path, splits: dict[str, range]) -> None:
+    def __init__(self, work: Work, rows_in: str, splits: dict[str, range]) -> None:
         self.directory = work.directory
-        self.rows_in = work.state["rows_in"]
-        self.dataset = dataset
+        self.rows_in = rows_in  # relation whose files have the rows
+        self.dataset = work.dataset
         self.splits = splits
         self.records: dict[str, dict[str, Any]] = {}  # bytes and CRC-32 per written file
         self._connection = small_database()
@@ -163,6 +164,8 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         `columns`: expressions of the numericals, in the order of `names`. `refuse`: called if a value is not finite;
         raises an error.
         """
+        if not names:
+            return {}
         ranges = {name: NumericalRange() for name in names}
         for split, rows in self.splits.items():
             with RecordedFile(self.dataset, f"{split}/numerical.bin") as file:
@@ -229,6 +232,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
                         ends = total + np.cumsum(lengths, dtype=np.int64)
                         offsets.append(ends.astype("<i8"))
                         total += len(ids)
+                    count.ids += ids.size
                     count.zeros += ids.size - int(np.count_nonzero(ids))
                     file.append(ids)
             self.records |= file.record | (offsets.record if offsets else {})
@@ -258,7 +262,8 @@ class TableFiles(AbstractContextManager["TableFiles"]):
                         count.known += int(np.count_nonzero(found))
                         file.append(found.astype(feature.dtype.newbyteorder("<")))
             self.records |= file.record
-            count.zeros = len(rows) * hotness - count.known
+            count.ids = len(rows) * hotness
+            count.zeros = count.ids - count.known
         return counts
 
     def array(self, relation: str, feature: CategoricalFeature, stem: str = "") -> np.ndarray:

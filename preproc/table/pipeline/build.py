@@ -1,15 +1,13 @@
 """Conversion of any table to a dataset directory: sources, SQL, and an engine that runs it.
 
-stage: the rows of the query are numbered and written to Parquet. order: the splits are concatenated, training
-rows first, shuffled with `shuffle=true`. histories: the earlier rows of its user that each row sees. fit: statistics
-and vocabularies of the training rows, or those of an earlier run (`mode=transform`), or those of the day before with the
-values of this one (`mode=extend`). encode: ids and numericals.
-write: the files of the dataset. Each is a function of `preproc/table/pipeline/` over a `Journal`, which records every written
-relation, so a killed run resumes after the last one.
+The phases are the modules of `preproc/table/pipeline/`, in the order in which `_build` calls them: rows, order, histories,
+numericals, categoricals, sequences, writing. Each is a function over a `Journal`, which records every written relation, so a
+killed run resumes after the last one, and takes what the phases before it have returned.
 """
 
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +16,7 @@ from configs.messages import shown
 from configs.options import require
 from configs.preproc_schema import EngineName, Mode, OnBad, PreprocConfig, VocabularyRows
 from configs.table_schema import SplitRule, TableConfig
-from dataloading.lineage import vocabularies
+from dataloading.lineage import Lineage, vocabularies
 from preproc.complete_dataset import WrittenColumns, complete_dataset
 from preproc.fitted_state import (
     SOURCE,
@@ -37,8 +35,8 @@ from preproc.table.pipeline.categoricals import encode_features
 from preproc.table.pipeline.histories import history_ids, slice_histories
 from preproc.table.pipeline.journal import Journal
 from preproc.table.pipeline.numericals import transform_numericals
-from preproc.table.pipeline.order import order_rows
-from preproc.table.pipeline.rows import num_read, stage_rows, write_bad
+from preproc.table.pipeline.order import Ordered, order_rows
+from preproc.table.pipeline.rows import stage_rows, write_bad
 from preproc.table.pipeline.sequences import line_up, sequence_group
 from preproc.table.pipeline.writing import Transformed, write_splits
 from preproc.table.source_files import Sources, find_source, find_sources
@@ -67,9 +65,7 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
         table = with_missing_of(fitted, table)
         if config.mode is Mode.extend:
             config = with_limits_of(fitted, config, table)
-            counted = _counted_files(config, table, sources)
-            logs = [log.source for log in table.logs if log.source]
-            _refuse_same_day(fitted, sources, counted, config.source, logs)
+            _refuse_same_day(config, table, sources, fitted)
     identity = _identity(config, table, every, fitted)
     with work_directory(config, output, identity, progress) as work:
         if not work.has_progress:
@@ -103,25 +99,25 @@ def _counted_files(
 
 
 def _refuse_same_day(
-    fitted: FittedState,
-    sources: Sources,
-    counted: dict[str, list[RawFile]],
-    option: Any,
-    logs: list[str],
+    config: PreprocConfig, table: TableConfig, sources: Sources, fitted: FittedState
 ) -> None:
     """Raise ValueError if the days before have read a file of the only source, or every file that the option source names.
 
-    A table beside the log may stay from day to day, and may lie in its folder. `option`: the value of `source`; what it
-    does not name is no log, unless it names nothing. `logs`: names of the sources of events.
+    A table beside the log may stay from day to day, and may lie in its folder. What the option source does not name is no
+    log, unless it names nothing.
     """
-    for name in logs:
-        for file in sources[name][1]:
+    for log in (log for log in table.logs if log.source):
+        for file in sources[log.source][1]:
             if fingerprint(file) in fitted.read:
                 raise ValueError(
                     f"{file.path}: its events were read already by {fitted.directory} or a day before it, which carries them "
                     "on, so they would count twice; give the events of the new day"
                 )
-    named = [n for n, (s, _) in sources.items() if SOURCE in str(with_placeholder(s.files, option))]
+    described = {
+        name: with_placeholder(of.files, config.source) for name, (of, _) in sources.items()
+    }
+    named = [name for name, files in described.items() if SOURCE in str(files)]
+    counted = _counted_files(config, table, sources)
     files = [file for name in named or sources for file in counted[name]]
     known = [file for file in files if fingerprint(file) in fitted.read]
     if known and (len(sources) == 1 or len(known) == len(files)):
@@ -167,102 +163,84 @@ def _build(journal: Journal) -> int:
     """Write everything, phase after phase; return the number of rows."""
     config, table, fitted = journal.config, journal.table, journal.fitted
     with journal.progress.phase(f"stage with {config.engine.name}") as phase:
-        num_bad = stage_rows(journal)
-        splits, split_of_row = order_rows(journal)
-        num_rows = max(rows.stop for rows in splits.values())
-        phase.name += f": {num_rows:,} rows" + (
-            f", {num_bad:,} bad ones left out" if num_bad else ""
-        )
-    # A fit that is only applied counts nothing, and its rows need no training split.
-    of_train = config.vocabulary is VocabularyRows.train and "train" in splits
-    counted = splits["train"] if of_train else range(num_rows)
-    transformed = _transform(journal, splits, split_of_row, counted)
-    summaries, records = write_splits(journal, transformed)
+        staged = stage_rows(journal)
+        rows = order_rows(journal, staged)
+        phase.name += f": {rows.num_rows:,} rows"
+        if staged.num_bad:
+            phase.name += f", {staged.num_bad:,} bad ones left out"
+    transformed = _transform(journal, rows)
+    summaries, records = write_splits(journal, rows, transformed)
     if config.on_bad is OnBad.quarantine:
         write_bad(journal)
-    rows_read = num_read(journal)
+    num_read, facts = staged.num_rows + staged.num_bad, staged.facts
+    every, held = table.row_numbers, staged.held.row_numbers
     written = WrittenColumns(
         categorical=transformed.categorical,
         files=records,
         columns=transformed.columns,
         splits=summaries,
-        statistics=transformed.statistics,
-        absent=journal.absent,
+        statistics=transformed.numericals.statistics,
+        absent=frozenset(number.name for name, (_, number) in every.items() if name not in held),
         counted="the new" if config.mode is Mode.transform else config.vocabulary.name,
-        rows=RowCounts(rows_read, num_rows, num_bad, rows_read - num_bad - num_rows),
-        source_columns=journal.work.state["columns"],
+        rows=RowCounts(num_read, rows.num_rows, staged.num_bad, staged.num_rows - rows.num_rows),
+        source_columns=facts.columns,
         logs=transformed.logs,
         sequences=tuple(map(sequence_group, table.sequence)),
-        lineage=journal.lineage,
+        lineage=journal.extended.next_day if journal.extended else Lineage(),
         read=_read(journal),
-        five=journal.work.state["five"],
-        types=journal.work.state["types"],
+        five=facts.five,
+        types=facts.types,
         vocabularies={} if fitted is None else vocabularies(fitted.limits),
-        text_columns=TextColumns.of(journal.work.state["is_text"], str(journal.work.directory)),
+        text_columns=TextColumns.of(facts.is_text, str(journal.work.directory)),
     )
     complete_dataset(written, config, table, journal.work, journal.progress)
-    return num_rows
+    return rows.num_rows
 
 
-def _transform(
-    journal: Journal, splits: dict[str, range], split_of_row: str, counted: range
-) -> Transformed:
-    """Slice the histories, transform the numericals, and find the ids; `counted` are the rows whose values count."""
-    config, table, fitted = journal.config, journal.table, journal.fitted
+def _transform(journal: Journal, rows: Ordered) -> Transformed:
+    """Slice the histories, transform the numericals, find the ids, and line up the events of logs."""
+    config, table = journal.config, journal.table
+    # A fit that is only applied counts nothing, and its rows need no training split.
+    of_train = config.vocabulary is VocabularyRows.train and "train" in rows.splits
+    counted = rows.splits["train"] if of_train else range(rows.num_rows)
     if table.history:
         with journal.progress.phase("order histories"):
-            slice_histories(journal, split_of_row)
+            slice_histories(journal, rows)
     with journal.progress.phase("fit and transform numericals"):
-        fits = fitted is None or config.refit
-        statistics = {} if fits or fitted is None else fitted.statistics
-        train = splits.get("train", counted)
-        numericals, columns = transform_numericals(journal, train, counted, statistics, fit=fits)
-    values = _feature_values(journal)
+        numericals = transform_numericals(journal, rows, counted)
+    values = _feature_values(journal, rows)
     encoded = encode_features(journal, values, counted)
-    columns |= {name: column.summary for name, column in encoded.items()}
-    categorical = [
-        encoded[feature.name].feature(
-            feature.name, feature.hotness if feature.is_list else 1, feature.vocabulary_of
-        )
-        for feature in table.categorical
-    ]
-    for number, history in enumerate(table.history):
-        encoded[history.name] = history_ids(journal, values, number, history, encoded, counted)
-        columns[history.name] = encoded[history.name].summary
-        [of] = [feature for feature in table.categorical if feature.name == history.of]
-        shared = of.vocabulary_of or of.name
-        categorical.append(encoded[history.name].feature(history.name, history.length, shared))
+    columns = numericals.summaries | {name: of.summary for name, of in encoded.items()}
+    for number, past in enumerate(table.history):
+        columns[past.name] = history_ids(journal, values, number, encoded[past.of], counted)
     logs = {group.name: LogCounts(0, 0, 0, 0) for group in table.event_lists}
     if table.logs:
         with journal.progress.phase("order events"):
             for number, log in enumerate(table.logs):
-                logs[log.name] = line_up(journal, values, number, split_of_row)
-    by_name = {feature.name: feature for feature in table.categorical}
-    categorical += [
-        encoded[of].feature(name, None, by_name[of].vocabulary_of or of)
-        for log in table.logs
-        for of, name in zip(log.of, log.features, strict=True)
+                features = [encoded[of] for of in log.of]
+                logs[log.name] = line_up(journal, rows, values, number, features)
+    made = [
+        encoded[f.name].feature(f.name, f.hotness if f.is_list else 1) for f in table.categorical
     ]
-    return Transformed(splits, values, numericals, statistics, categorical, encoded, columns, logs)
+    made += [encoded[past.of].feature(past.name, past.length) for past in table.history]
+    for log in table.logs:
+        for of, name in zip(log.of, log.features, strict=True):
+            made.append(encoded[of].feature(name, None))
+    return Transformed(values, numericals, encoded, made, columns, logs)
 
 
-def _feature_values(journal: Journal) -> FeatureValues:
+def _feature_values(journal: Journal, rows: Ordered) -> FeatureValues:
     engine, features = journal.engine, journal.table.categorical
-    if not engine.codes_texts:
-        return TextValues(features, journal.query, cast("TextEngine", engine).exploded)
-    assert isinstance(engine, DuckDBEngine)
-    directory = journal.work.directory / journal.work.state["rows_in"]
-
-    def count_codes(number: int, rows: range) -> str:
-        return engine.count_codes(directory, f"c{number}", rows, features[number].is_list)
-
-    return CodedValues(features, journal.query, count_codes)
+    if engine.codes_texts:
+        assert isinstance(engine, DuckDBEngine)
+        count = partial(engine.count_codes, journal.work.directory / rows.relation)
+        return CodedValues(features, journal.query, count)
+    return TextValues(features, journal.query, cast("TextEngine", engine).exploded)
 
 
 def _read(journal: Journal) -> list[str]:
     """Return the fingerprints of the files of the run whose values count, and of those of the days before."""
     counted = _counted_files(journal.config, journal.table, journal.sources)
     own = map(fingerprint, chain.from_iterable(counted.values()))
-    extends = journal.fitted is not None and journal.config.mode is Mode.extend
-    before = journal.fitted.read if journal.fitted is not None and extends else ()
+    before = journal.extended.read if journal.extended else ()
     return list(dict.fromkeys([*before, *own]))

@@ -9,23 +9,22 @@ so SQL computes the end and the length of the slice, and no query has a row per 
 
 from dataclasses import replace
 
-from configs.table_schema import History, TableConfig
+from configs.table_schema import TableConfig
+from preproc.report.console import ColumnSummary
 from preproc.table.feature_values import FeatureValues, rows_of
-from preproc.table.pipeline.categoricals import EncodedFeature, values_with_id
+from preproc.table.pipeline.categoricals import EncodedFeature
 from preproc.table.pipeline.journal import Journal
+from preproc.table.pipeline.order import Ordered
 
 
-def slice_histories(journal: Journal, split: str) -> None:
-    """Write relations `past_items_<number>`, the values that are in histories, and `slices_<number>`, those of every row.
-
-    `split` is the expression of the split of a row of `staged_`.
-    """
-    # Rows of the dataset, with their rows in the order of the sources: `before_` where they were reordered.
-    source = "before_" if journal.work.state["rows_in"] == "rows_" else "row_"
-    rows = f"SELECT row_, {source} AS source_ FROM rows_"
+def slice_histories(journal: Journal, rows: Ordered) -> None:
+    """Write relations `past_items_<number>`, the values that are in histories, and `slices_<number>`, those of every row."""
+    # Rows of the dataset, with their rows in the order of the sources.
+    source = "before_" if rows.is_moved else "row_"
+    both = f"SELECT row_, {source} AS source_ FROM rows_"
     for i, history in enumerate(journal.table.history):
         line, users = f"timeline_{i}", f"users_{i}"
-        journal.query(line, _timeline(i, journal.table, split))
+        journal.query(line, _timeline(i, journal.table, rows.split_of_row))
         # (who_, first_): the position of every user's first item among the items of all users.
         counts = f"SELECT who_, count(value) AS items_ FROM {line} GROUP BY who_"
         until = "sum(items_) OVER (ORDER BY who_ ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)"
@@ -42,33 +41,22 @@ def slice_histories(journal: Journal, split: str) -> None:
         journal.query(
             f"slices_{i}",
             f"SELECT r.row_, coalesce(u.first_, 0) + {earlier} AS stop_, least({earlier}, {history.length}) AS length_ "
-            f"FROM ({rows}) AS r LEFT JOIN {line} AS t ON r.source_ = t.row_ "
+            f"FROM ({both}) AS r LEFT JOIN {line} AS t ON r.source_ = t.row_ "
             f"LEFT JOIN {users} AS u ON t.who_ = u.who_ ORDER BY row_",
         )
 
 
 def history_ids(
-    journal: Journal,
-    values: FeatureValues,
-    number: int,
-    history: History,
-    encoded: dict[str, EncodedFeature],
-    counted: range,
-) -> EncodedFeature:
-    """Write relation `past_ids_<number>`: the values in histories, with the ids of the feature that they are of."""
-    features = {f.name: (i, f) for i, f in enumerate(journal.table.categorical)}
-    of_number, of = features[history.of]
-    first, owner = features[of.vocabulary_of or of.name]
-    vocabulary = "" if owner.is_hashed else values_with_id(journal, first, owner)
-    found = values.look_up("value", of_number, vocabulary, owner)
+    journal: Journal, values: FeatureValues, number: int, of: EncodedFeature, counted: range
+) -> ColumnSummary:
+    """Write relation `past_ids_<number>`: the values in histories, with the ids of the feature `of` that they are of."""
+    found = values.look_up("value", of.number, of.ids, of.owner)
     query = f"SELECT r.row_, {found.id} AS id FROM past_items_{number} AS r {found.join}"
     journal.query(f"past_ids_{number}", f"{query} ORDER BY r.row_")
     ((empty,),) = journal.engine.rows(
         f"SELECT count(*) FROM {rows_of(counted, f'slices_{number}')} WHERE length_ = 0"
     )
-    whole = encoded[history.of]
-    summary = replace(whole.summary, missing=empty / len(counted), coverage=None, rows=len(counted))
-    return EncodedFeature(summary, whole.num_embeddings, None, is_dynamic=owner.is_dynamic)
+    return replace(of.summary, missing=empty / len(counted), coverage=None, rows=len(counted))
 
 
 def _timeline(number: int, table: TableConfig, split: str) -> str:

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from typing import NoReturn
 
 from configs.preproc_schema import Mode, PreprocConfig
 from configs.table_schema import TableConfig
-from dataloading.lineage import Lineage
 from preproc.fitted_state import FittedState
 from preproc.report.console import Progress
 from preproc.table.duckdb_engine import Engine
@@ -45,23 +45,16 @@ class Journal:
         """Write relation `name` with the rows of a query, once."""
         self.once(name, lambda path: self.engine.write(query, path))
 
-    @property
-    def held(self) -> TableConfig:
-        """The description without the labels, the weight and the keep rate that new rows lack, once they are staged."""
-        return self.table.without(self.work.state["absent"])
+    def number(self, name: str, query: str, order_by: list[str]) -> None:
+        """Write relation `name` with the rows of a query, numbered in this order, once."""
+        self.once(name, lambda path: self.engine.number(query, order_by, path))
+
+    def refuse(self, error: ValueError) -> NoReturn:
+        """Raise an error of the sources, with which no run can resume."""
+        self.work.forget()
+        raise error
 
     @property
-    def absent(self) -> frozenset[str]:
-        """Names of the labels, the weight and the keep rate that new rows lack."""
-        held = self.held.row_numbers
-        every = self.table.row_numbers
-        return frozenset(number.name for name, (_, number) in every.items() if name not in held)
-
-    @property
-    def lineage(self) -> Lineage:
-        """The day of the dataset, and the fit that it extends."""
-        if self.config.mode is not Mode.extend:
-            return Lineage()
-        assert self.fitted is not None
-        before = self.fitted.lineage
-        return Lineage(before.day + 1, None, before.identity)
+    def extended(self) -> FittedState | None:
+        """The fit of the day before, with `mode=extend`."""
+        return self.fitted if self.config.mode is Mode.extend else None

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from configs.messages import shown
-from configs.table_schema import Categorical, History, Numerical, transform_of
+from configs.table_schema import Numerical, transform_of
 from configs.transforms import TRANSFORMS, is_served, transform_named
-from preproc.report.console import ColumnSummary, NumericalRange, SplitSummary
+from preproc.report.console import ColumnSummary, SplitSummary
 from preproc.table.duckdb_engine import QueryError
 from preproc.table.expressions import (
     double,
@@ -18,45 +18,33 @@ from preproc.table.expressions import (
 )
 from preproc.table.feature_values import rows_of
 from preproc.table.mistakes import SMALLEST_OVERFLOW, overflow
-from preproc.table.output_files import TableFiles
 from preproc.table.pipeline.journal import Journal
-from preproc.table.pipeline.rows import where_in_output
+from preproc.table.pipeline.order import Ordered, where_in_output
 from preproc.table.transformation import changed_values, length_columns, numerical_columns
 
 
 @dataclass(frozen=True, slots=True)
 class Numericals:
-    """Transformed numericals of the rows of the dataset, as they are written."""
+    """Transformed numericals of the rows of the dataset."""
 
     relation: str  # of them, as columns `n<i>`
-    # expressions of them over the rows that the relation is stored or computed from
-    columns: list[str]
+    stored_in: str  # relation whose files have the rows
+    columns: list[str]  # expressions of them over these rows
+    # two numbers, or none, per transform of a feature, fitted on training rows
+    statistics: dict[str, list[list[float]]]
+    summaries: dict[str, ColumnSummary]
 
 
-def transform_numericals(
-    journal: Journal, train: range, counted: range, statistics: dict[str, Any], *, fit: bool
-) -> tuple[Numericals, dict[str, ColumnSummary]]:
-    """Return the transformed numericals; with `fit`, add the numbers fitted on rows `train` to `statistics`."""
+def transform_numericals(journal: Journal, rows: Ordered, counted: range) -> Numericals:
+    """Fit the transforms on training rows, unless an earlier fit is applied, and describe what they make of all rows."""
     features, histories = journal.table.numerical, journal.table.history
-    lengths_of: list[Categorical | History] = [*journal.table.with_length, *histories]
-    if not features and not lengths_of:
-        return Numericals("numerical_", []), {}
-    if fit:
-        names = {transform_of(transform)[0] for each in features for transform in each.transforms}
-        if own := [name for name in sorted(names) if not is_served(name)]:
-            journal.progress.say(
-                f"note: {', '.join(own)} is not built in with its `python`, so models of this dataset cannot be exported for raw "
-                "values"
-            )
-        for number, feature in enumerate(features):
-            # Each transform is fitted on the result of those before it.
-            expression, statistics[feature.name] = f"n{number}", []
-            for transform in feature.transforms:
-                fitted = _fit(journal, feature, transform, expression, rows_of(train))
-                statistics[feature.name].append(fitted)
-                expression = transformed(expression, transform, fitted)
-                checked = f"coalesce({expression}, 0) AS x"
-                _check_own(journal, feature, "x", checked, rows_of(train))
+    if journal.fitted is None or journal.config.refit:
+        statistics = _fit_transforms(journal, rows.splits.get("train", counted))
+    else:
+        statistics = journal.fitted.statistics
+    names = journal.table.numerical_names
+    if not names:
+        return Numericals("", "", [], statistics, {})
     expressions = numerical_columns(features, statistics)
     for number, feature in enumerate(features):
         _check_own(journal, feature, f"n{number}", expressions[number], "rows_")
@@ -72,21 +60,42 @@ def transform_numericals(
     query = f"SELECT row_, {', '.join(expressions)} FROM {relation}"
     if histories or not journal.engine.codes_texts:
         journal.query("numerical_", f"{query} ORDER BY row_")
-        numericals = Numericals("numerical_", [f"n{i}" for i in range(len(expressions))])
+        relation = stored_in = "numerical_"
+        expressions = [f"n{i}" for i in range(len(expressions))]
     else:
         # Computed twice in less time than it is stored.
-        numericals = Numericals(f"({query})", expressions)
-    summaries = {
-        feature.length_name: ColumnSummary(0.0, rows=len(counted)) for feature in lengths_of
-    }
-    if not features:
-        return numericals, summaries
-    present = ", ".join(f"count(n{i})" for i in range(len(features)))
-    (counts,) = journal.engine.rows(f"SELECT {present} FROM {rows_of(counted)}")
-    return numericals, {
-        feature.name: ColumnSummary(1 - count / len(counted), rows=len(counted))
-        for feature, count in zip(features, counts, strict=True)
-    } | summaries
+        relation, stored_in = f"({query})", rows.relation
+    summaries = {}
+    if features:
+        present = ", ".join(f"count(n{i})" for i in range(len(features)))
+        (counts,) = journal.engine.rows(f"SELECT {present} FROM {rows_of(counted)}")
+        for feature, count in zip(features, counts, strict=True):
+            summaries[feature.name] = ColumnSummary(1 - count / len(counted), rows=len(counted))
+    for name in names[len(features) :]:
+        summaries[name] = ColumnSummary(0.0, rows=len(counted))
+    return Numericals(relation, stored_in, expressions, statistics, summaries)
+
+
+def _fit_transforms(journal: Journal, train: range) -> dict[str, list[list[float]]]:
+    """Return two numbers, or none, per transform of every feature, fitted on rows `train`."""
+    features = journal.table.numerical
+    names = {transform_of(transform)[0] for each in features for transform in each.transforms}
+    if own := [name for name in sorted(names) if not is_served(name)]:
+        journal.progress.say(
+            f"note: {', '.join(own)} is not built in with its `python`, so models of this dataset cannot be exported for raw "
+            "values"
+        )
+    statistics: dict[str, list[list[float]]] = {}
+    for number, feature in enumerate(features):
+        # Each transform is fitted on the result of those before it.
+        expression, statistics[feature.name] = f"n{number}", []
+        for transform in feature.transforms:
+            fitted = _fit(journal, feature, transform, expression, rows_of(train))
+            statistics[feature.name].append(fitted)
+            expression = transformed(expression, transform, fitted)
+            checked = f"coalesce({expression}, 0) AS x"
+            _check_own(journal, feature, "x", checked, rows_of(train))
+    return statistics
 
 
 def _check_own(journal: Journal, feature: Numerical, name: str, expression: str, rows: str) -> None:
@@ -123,45 +132,22 @@ def _fit(
     return list(mean_and_deviation(count, low, high, (int(first), int(second))))
 
 
-def write_numericals(
-    journal: Journal, numericals: Numericals, files: TableFiles
-) -> dict[str, NumericalRange]:
-    """Write the files of the numericals; return the range of each."""
-    names = journal.table.numerical_names
-    if not names:
-        return {}
-    relation = numericals.relation
-    if relation != "numerical_":
-        relation = journal.work.state["rows_in"]
-    dtype = journal.config.numerical_dtype.name
-    return files.write_numericals(
-        relation,
-        numericals.columns,
-        list(names),
-        dtype,
-        lambda: _refuse_overflows(journal, numericals.relation),
-    )
-
-
 def count_changes(
-    journal: Journal,
-    splits: dict[str, range],
-    summaries: dict[str, SplitSummary],
-    statistics: dict[str, list[list[float]]],
+    journal: Journal, rows: Ordered, numericals: Numericals, summaries: dict[str, SplitSummary]
 ) -> None:
     """Count per split the values that transforms emptied or replaced."""
-    changes = changed_values(journal.table.numerical, statistics)
+    changes = changed_values(journal.table.numerical, numericals.statistics)
     counts = (f"sum(CASE WHEN {sql} THEN 1 ELSE 0 END)" for *_, sql in changes)
     selected = ", ".join(f"CAST({count} AS BIGINT)" for count in counts)
-    for split, rows in splits.items() if changes else ():
-        (found,) = journal.engine.rows(f"SELECT {selected} FROM {rows_of(rows)}")
+    for split, part in rows.splits.items() if changes else ():
+        (found,) = journal.engine.rows(f"SELECT {selected} FROM {rows_of(part)}")
         for (name, kind, _), count in zip(changes, found, strict=True):
             summary = summaries[split]
             of_kind = summary.emptied if kind == "emptied" else summary.clipped
             of_kind[name] = of_kind.get(name, 0) + count
 
 
-def _refuse_overflows(journal: Journal, relation: str) -> None:
+def refuse_overflows(journal: Journal, rows: Ordered, relation: str) -> None:
     """Raise ValueError that names the first value that the stored type cannot hold, of the first such feature."""
     features, dtype = journal.table.numerical, journal.config.numerical_dtype.name
     values = ", ".join(f"max(n{i}), min(n{i})" for i in range(len(features)))
@@ -172,4 +158,4 @@ def _refuse_overflows(journal: Journal, relation: str) -> None:
                 f"SELECT x.row_, x.n{i}, r.n{i} FROM {relation} AS x JOIN rows_ AS r ON x.row_ = r.row_ "
                 f"WHERE abs(x.n{i}) >= {double(SMALLEST_OVERFLOW[dtype])} ORDER BY x.row_ LIMIT 1"
             )
-            raise overflow(where_in_output(journal, row), feature, raw, stored, dtype)
+            raise overflow(where_in_output(journal, rows, row), feature, raw, stored, dtype)

@@ -13,15 +13,16 @@ from pathlib import Path
 import numpy as np
 
 from configs.messages import printable, shortened, shown
-from configs.preproc_schema import Mode, OnBad
-from configs.table_schema import EventLists, EventLog, SplitRule
+from configs.preproc_schema import OnBad
+from configs.table_schema import EventLists, EventLog, TableConfig
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
 from preproc.fitted_state import latest_name
 from preproc.report.console import LogCounts
 from preproc.table.feature_values import FeatureValues, Lookup, look_up
 from preproc.table.known_values import refuse_other_numbers
-from preproc.table.pipeline.categoricals import values_with_id
+from preproc.table.pipeline.categoricals import EncodedFeature
 from preproc.table.pipeline.journal import Journal
+from preproc.table.pipeline.order import Ordered
 from preproc.table.pipeline.rows import where_in_source
 from preproc.table.source_files import read_columns
 from preproc.table.staging import Staging
@@ -69,51 +70,41 @@ class _Lines:
 def kinds_of_values(journal: Journal, log: EventLog) -> list[str]:
     """Return which columns a feature has in the line of a log: `k`, and `v` and `i`, as `Lookup.columns`."""
     has_codes = journal.engine.codes_texts and not log.source
-    has_texts = not has_codes or journal.config.mode is Mode.extend
+    has_texts = not has_codes or journal.extended is not None
     return ["k"] * has_codes + ["v", "i"] * has_texts
 
 
-def line_up(journal: Journal, values: FeatureValues, number: int, split: str) -> LogCounts:
-    """Write relation `line_<number>` of log `number`, and return what became of the events.
+def line_up(
+    journal: Journal, rows: Ordered, values: FeatureValues, number: int, of: list[EncodedFeature]
+) -> LogCounts:
+    """Write relation `line_<number>` of log `number`, of the features `of`, and return what became of the events.
 
     Columns: `row_`, the place in the line; `out_`, the row of the dataset, null if it is none; `who_`, the row of relation
     `who_<number>` (row_, who_), which has the users in order; `time_`, in whole seconds; `item_`, whether it is an event; of
-    the j-th feature the code of its text `k<j>`, or its text `v<j>` and its id `i<j>`; the numbers `m<j>`. `split`: the
-    expression of the split of a row of `staged_`.
+    the j-th feature the code of its text `k<j>`, or its text `v<j>` and its id `i<j>`; the numbers `m<j>`.
     """
     log, past = journal.table.logs[number], len(journal.table.history) + number
-    features = {f.name: (i, f) for i, f in enumerate(journal.table.categorical)}
-    of = [features[name] for name in log.of]
-    known = []  # owner of the vocabulary of each feature, and the relation of its ids
-    for _, feature in of:
-        first, owner = features[feature.vocabulary_of or feature.name]
-        known.append((owner, "" if owner.is_hashed else values_with_id(journal, first, owner)))
     is_taken = [f"coalesce(r.past{past}_, false)"] * bool(log.filter and not log.source)
     is_taken += ["coalesce(r.name_ = 'train', false)"] * (log.rows == "train")
-    # Whether the rows of the dataset are not those of `staged_`.
-    is_placed = journal.work.state["rows_in"] == "rows_"
-    rows = _Lines(
-        f"(SELECT *, {split} AS name_ FROM staged_)",
+    lines_of_rows = _Lines(
+        f"(SELECT *, {rows.split_of_row} AS name_ FROM staged_)",
         f"r.who{past}_",
         f"r.time{past}_",
         " AND ".join(is_taken) or "true",
-        f"r.c{of[0][0]} IS NOT NULL",
-        [
-            values.look_up(f"c{i}", i, vocabulary, owner)
-            for (i, _), (owner, vocabulary) in zip(of, known, strict=True)
-        ],
+        f"r.c{of[0].number} IS NOT NULL",
+        [values.look_up(f"c{f.number}", f.number, f.ids, f.owner) for f in of],
         [f"r.event{past}_{j}_" for j in range(len(log.numbers))],
-        "p.row_" if is_placed else "r.row_",
-        "LEFT JOIN rows_ AS p ON r.row_ = p.before_" * is_placed,
+        "p.row_" if rows.is_moved else "r.row_",
+        "LEFT JOIN rows_ AS p ON r.row_ = p.before_" * rows.is_moved,
     )
-    texts = [look_up(f"r.c{j}", f"v{j}_", ids, owner) for j, (owner, ids) in enumerate(known)]
-    events, lines = rows, [rows]
+    texts = [look_up(f"r.c{j}", f"v{j}_", f.ids, f.owner) for j, f in enumerate(of)]
+    events, lines = lines_of_rows, [lines_of_rows]
     if log.source:
         # The rows are no events, but see those of the other source.
-        zeros = ["CAST(0 AS FLOAT)"] * len(log.numbers)
-        rows = replace(rows, has_value="false", found=[Lookup({}, "", "")] * len(of), numbers=zeros)
+        zeros, none = ["CAST(0 AS FLOAT)"] * len(log.numbers), [Lookup({}, "", "")] * len(of)
+        lines_of_rows = replace(lines_of_rows, has_value="false", found=none, numbers=zeros)
         events = _Lines(
-            _stage_events(journal, number),
+            _stage_events(journal, number, rows.staged.facts.five),
             "r.who0_",
             "r.time0_",
             "coalesce(r.past0_, false)" if log.filter else "true",
@@ -121,28 +112,25 @@ def line_up(journal: Journal, values: FeatureValues, number: int, split: str) ->
             texts,
             [f"r.event0_{j}_" for j in range(len(log.numbers))],
         )
-        lines = [rows, events]
+        lines = [lines_of_rows, events]
     counts = _counts(journal, events)
-    if journal.config.mode is Mode.extend:
+    if fitted := journal.extended:
         carried = f"carried_{number}"
-        fitted = journal.fitted
-        assert fitted is not None
         journal.once(carried, lambda path: fitted.copy(latest_name(log.name), path))
         ((counts.carried,),) = journal.engine.rows(f"SELECT count(*) FROM {carried}")
         numbers = [f"r.m{j}" for j in range(len(log.numbers))]
         lines.append(_Lines(carried, "r.who_", "r.time_", "true", "true", texts, numbers, day=0))
-    users, kinds = _write_users(journal, f"who_{number}", lines), kinds_of_values(journal, log)
-    query = " UNION ALL ".join(part.query(users, kinds) for part in lines)
-    keys = ["who_", "time_", "day_", "place_"]
-    journal.once(f"line_{number}", lambda path: journal.engine.number(query, keys, path))
-    return counts
-
-
-def _write_users(journal: Journal, name: str, lines: Sequence[_Lines]) -> str:
-    every = (f"SELECT {of.who} AS who_ FROM {of.relation} AS r WHERE {of.is_known}" for of in lines)
+    users = f"who_{number}"
+    every = (
+        f"SELECT {part.who} AS who_ FROM {part.relation} AS r WHERE {part.is_known}"
+        for part in lines
+    )
     distinct = f"SELECT DISTINCT who_ FROM ({' UNION ALL '.join(every)})"
-    journal.once(name, lambda path: journal.engine.number(distinct, ["who_"], path))
-    return name
+    journal.number(users, distinct, ["who_"])
+    kinds = kinds_of_values(journal, log)
+    query = " UNION ALL ".join(part.query(users, kinds) for part in lines)
+    journal.number(f"line_{number}", query, ["who_", "time_", "day_", "place_"])
+    return counts
 
 
 def sequence_group(of: EventLog | EventLists) -> SequenceGroup:
@@ -169,25 +157,17 @@ def _counts(journal: Journal, events: _Lines) -> LogCounts:
     return LogCounts(*found)
 
 
-def _stage_events(journal: Journal, number: int) -> str:
+def _stage_events(journal: Journal, number: int, five: dict[str, str]) -> str:
     """Write relation `events_<number>`, the rows of the source of a log; return that of the good ones."""
     table, log = journal.table, journal.table.logs[number]
     features = {feature.name: feature for feature in table.categorical}
-    described = replace(
-        table,
+    described = TableConfig(
         sources={log.source: table.sources[log.source]},
-        query="",
-        order_by=[],
         label=[],
-        weight=None,
-        keep_rate=None,
-        teacher=[],
-        numerical=[],
+        missing=table.missing,
         categorical=[features[name] for name in log.of],
-        history=[],
         sequence=[replace(log, source="")],
-        split=SplitRule(),
-        keep=[],
+        empty_items=table.empty_items,
     )
     name = f"events_{number}"
     where = f"table.sequence: {shown(log.name)}: source {shown(log.source)}"
@@ -199,7 +179,7 @@ def _stage_events(journal: Journal, number: int) -> str:
             staging.refuse_text_order(is_fit=journal.fitted is None)
             staging.refuse_no_text()
             staging.refuse_other_rows()
-            refuse_other_numbers(staging.five, journal.work.state["five"])
+            refuse_other_numbers(staging.five, five)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         journal.engine.number(staging.query, ["file_", "order_"], path)
@@ -215,13 +195,13 @@ def _stage_events(journal: Journal, number: int) -> str:
             )
 
     journal.once(name, write)
-    first_bad = f"SELECT row_, file_, bad_ FROM {name} WHERE bad_ IS NOT NULL ORDER BY row_ LIMIT 1"
+    first_bad = f"SELECT row_, bad_ FROM {name} WHERE bad_ IS NOT NULL ORDER BY row_ LIMIT 1"
     bad = journal.engine.rows(first_bad)
     if bad and journal.config.on_bad is OnBad.fail:
-        [(row, file, reason)] = bad
-        at = where_in_source(journal, name, log.source, row, file)
-        journal.work.forget()
-        raise ValueError(f"{at}: {shortened(printable(reason), 300)}; correct or remove it")
+        [(row, reason)] = bad
+        at = where_in_source(journal, name, log.source, row)
+        reason = shortened(printable(reason), 300)
+        journal.refuse(ValueError(f"{at}: {reason}; correct or remove it"))
     if bad:
         ((count,),) = journal.engine.rows(f"SELECT count(bad_) FROM {name}")
         journal.progress.say(f"note: {where}: {count:,} bad rows are left out")

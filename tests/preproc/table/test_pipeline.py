@@ -16,6 +16,7 @@ import yaml
 
 from configs.table_schema import TableConfig
 from dataloading.dataset.feature_spec import FeatureSpec
+from preproc.table.pipeline.journal import Journal
 from tests.helpers.preproc_command import Refused, data_files, preproc
 
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
@@ -455,6 +456,33 @@ def test_a_stopped_table_run_resumes(tmp_path, people, monkeypatch):
     )  # the source is not read again
     assert build(tmp_path / "out", described(people)) == wanted
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_a_run_stopped_after_any_relation_resumes_without_its_source(tmp_path, people, monkeypatch):
+    people.write_text(people.read_text() + "maybe,3,Rome,a\n")
+    table = described(people, numerical=[{"name": "age", "transforms": ["minmax"]}])
+    options = ("shuffle=true", "on_bad=quarantine")
+    wanted = build(tmp_path / "wanted", table, *options)
+    once, written = Journal.once, []
+
+    def stopping(journal, name, write):
+        once(journal, name, write)
+        if name not in written:
+            written.append(name)
+            raise OSError("stop")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "once", stopping)
+        with pytest.raises(Refused, match="stop"):
+            build(tmp_path / "out", table, *options)
+        patch.setattr("preproc.table.duckdb_engine.DuckDBEngine.read", None)
+        for _ in range(5):
+            with pytest.raises(Refused, match="stop"):
+                build(tmp_path / "out", table, *options)
+        assert build(tmp_path / "out", table, *options) == wanted
+    assert written == ["all_", "staged_", "rows_", "counts_0", "vocabulary_0", "ids_0"]
+    bad = [(tmp_path / name / "bad_rows.tsv").read_text() for name in ("out", "wanted")]
+    assert bad[0] == bad[1] != ""
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not here")

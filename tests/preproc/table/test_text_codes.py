@@ -194,8 +194,8 @@ def test_a_vocabulary_has_the_same_bytes_from_any_number_of_files(tmp_path, monk
         for part, start in enumerate(starts):
             file = RELATION_FILE if name == "one" else f"part-{part}.parquet"
             pq.write_table(rows[start : ends[start]], tmp_path / name / "counts" / file)
-        work = Work(tmp_path / name, tmp_path / name, {"rows_in": "rows_"})
-        with output_files.TableFiles(work, tmp_path / name, {}) as files:
+        work = Work(tmp_path / name, tmp_path / name, {})
+        with output_files.TableFiles(work, "rows_", {}) as files:
             files.write_vocabulary("counts", "c")
         written.append(tmp_path / name / "vocabulary" / "c.parquet")
     assert pq.read_table(written[1]) == rows
