@@ -64,16 +64,16 @@ def build_mlperf(config: PreprocConfig, progress: Progress) -> None:
         "format": 1,
     }
     with work_directory(config, output, identity, progress) as work:
-        parsed = ColumnStore.below(work.directory, "int32")
+        store = ColumnStore.below(work.directory, "int32")
         if not work.has_progress:
             rows_expected = estimated_rows(files)
-            check_disk(work.directory.parent, 2 * rows_expected * parsed.row_bytes, "the run")
+            check_disk(work.directory.parent, 2 * rows_expected * store.row_bytes, "the run")
         memory = memory_bytes(config) - BASE_BYTES
-        day_rows = parse_files(files, config, memory, work, parsed, progress)
-        ends = [0, *accumulate(day_rows)]
+        parsed = parse_files(files, config, memory, work, store, progress)
+        ends = [0, *accumulate(parsed.rows)]
         days = [range(start, stop) for start, stop in pairwise(ends)]
-        columns = _numbered(config, work, parsed, days, progress)
-        if config.shuffle and not work.state.get("shuffled"):
+        columns = _numbered(config, work, store, days, progress)
+        if config.shuffle:
             shuffle_training(list(columns.values()), days[-1].start, config, work, progress)
         half = days[-1].start + (len(days[-1]) + 1) // 2
         splits = {
@@ -82,13 +82,13 @@ def build_mlperf(config: PreprocConfig, progress: Progress) -> None:
             "validation": range(half, days[-1].stop),
         }
         _write(config, work, columns, splits, progress)
-        bad = work.state["parse"]["bad"]
-    print_rows(progress.console, RowCounts(sum(day_rows) + bad, sum(day_rows), bad), [])
-    print_result(progress, output, sum(day_rows))
+    num_rows, num_bad = sum(parsed.rows), parsed.num_bad
+    print_rows(progress.console, RowCounts(num_rows + num_bad, num_rows, num_bad), [])
+    print_result(progress, output, num_rows)
 
 
 def _numbered(
-    config: PreprocConfig, work: Work, parsed: ColumnStore, days: list[range], progress: Progress
+    config: PreprocConfig, work: Work, store: ColumnStore, days: list[range], progress: Progress
 ) -> dict[str, StoredColumn]:
     """Write logarithms and ids, several columns at a time; return the columns of the dataset by the stem of their file."""
     width, num_rows = len(NUMERICAL), days[-1].stop
@@ -98,13 +98,13 @@ def _numbered(
     state = work.state.setdefault("numbered", {})
 
     def log() -> tuple[int, dict[str, Any]]:
-        log_days(parsed.numerical, logs, days)
+        log_days(store.numerical, logs, days)
         return 0, work.synced_records(logs.path)
 
     def number(index: int, name: str, table_rows: int) -> tuple[int, dict[str, Any]]:
-        texts = codes_of_texts(parsed.non_hex, index)
+        texts = codes_of_texts(store.non_hex, index)
         distinct = number_column(
-            parsed.codes[name], ids[name], table_rows, days[-1].start, num_rows, texts
+            store.codes[name], ids[name], table_rows, days[-1].start, num_rows, texts
         )
         return distinct, work.synced_records(ids[name].path)
 
@@ -115,10 +115,10 @@ def _numbered(
     per_column = NUMBERING_BYTES * min(num_rows, MOST_VALUES) + (64 << 20)
     threads = config.threads or os.cpu_count() or 1
     workers = max(1, min(threads, (memory_bytes(config) - BASE_BYTES) // per_column))
-    sources = {"numerical": parsed.numerical, **parsed.codes}
+    sources = {"numerical": store.numerical, **store.codes}
     with progress.phase("number the values") as phase:
         finish_columns(tasks, sources, state, "checked", work, workers, phase)
-    return {"label": parsed.label, "numerical": logs, **ids}
+    return {"label": store.label, "numerical": logs, **ids}
 
 
 def _write(

@@ -72,6 +72,19 @@ class ColumnStore:
         return sum(column.row_bytes for column in self.columns)
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedFiles:
+    """Counts of the lines of all files, whose rows are in the column store."""
+
+    rows: list[int]  # per file
+    num_bad: int  # lines that are left out
+    has_non_hex: bool
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "ParsedFiles":
+        return cls(record["rows"], record["bad"], record[NON_HEX_FILES] > 0)
+
+
 def parse_files(
     files: list[RawFile],
     config: PreprocConfig,
@@ -79,12 +92,12 @@ def parse_files(
     work: Work,
     store: ColumnStore,
     progress: Progress,
-) -> list[int]:
-    """Store the lines of all files in order, resuming from the record of `work`; return the rows per file."""
+) -> ParsedFiles:
+    """Store the lines of all files in order, resuming from the record of `work`."""
     identities = [file.identity for file in files]
     state = _recorded(work, identities)
     if state.get("done"):
-        return state["rows"]
+        return ParsedFiles.of(state)
     threads = config.threads or os.cpu_count() or 1
     # Two more blocks are being read and written.
     ahead = max(1, min(2 * threads, memory // MEMORY_BYTES - 2))
@@ -122,7 +135,7 @@ def parse_files(
         what = str(files[0].path) if len(files) == 1 else f"{len(files)} files"
         bad = f", {state['bad']:,} bad lines left out" if state["bad"] else ""
         phase.name = f"parse {what}: {sum(state['rows']):,} rows{bad}"
-    return state["rows"]
+    return ParsedFiles.of(state)
 
 
 def _parse_file(

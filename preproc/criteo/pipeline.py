@@ -26,7 +26,7 @@ from preproc.column_store import StoredColumn
 from preproc.complete_dataset import WrittenColumns, complete_dataset, draw_report
 from preproc.criteo.as_table import criteo_table
 from preproc.criteo.encode import CHUNK_BYTES, ColumnEncoder, EncodedColumn
-from preproc.criteo.parse import NON_HEX_FILES, ColumnStore, parse_files
+from preproc.criteo.parse import ColumnStore, ParsedFiles, parse_files
 from preproc.criteo.shuffle import BASE_BYTES, shuffle_training
 from preproc.dataset_writer import RecordedFile
 from preproc.line_blocks import blocks
@@ -74,6 +74,7 @@ class _Run:
     config: PreprocConfig
     work: Work
     store: ColumnStore
+    parsed: ParsedFiles
     splits: dict[str, range]
     progress: Progress
 
@@ -100,9 +101,9 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
         store = ColumnStore.below(work.directory, config.numerical_dtype.name)
         if not work.has_progress:
             _check_disks(config, output, store, estimated_rows(files + test_files))
-        rows = parse_files(files + test_files, config, memory - BASE_BYTES, work, store, progress)
+        parsed = parse_files(files + test_files, config, memory - BASE_BYTES, work, store, progress)
         try:
-            splits = split_rows(config, rows[: len(files)], rows[len(files) :])
+            splits = split_rows(config, parsed.rows[: len(files)], parsed.rows[len(files) :])
         except ValueError:
             work.forget()  # the next run has other options or files, so it cannot resume
             raise
@@ -111,8 +112,8 @@ def build_criteo(config: PreprocConfig, progress: Progress) -> None:
         every = config.vocabulary is VocabularyRows.all
         counted = files + test_files
         read = [fingerprint(file) for file in counted if every or file not in tests]
-        _write(_Run(config, work, store, splits, progress), read)
-    print_result(progress, output, sum(rows))
+        _write(_Run(config, work, store, parsed, splits, progress), read)
+    print_result(progress, output, sum(parsed.rows))
 
 
 def _identity(config: PreprocConfig, num_files: int, num_test_files: int) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def split_rows(
 
 def _write(run: _Run, read: list[str]) -> None:
     config, work, store, splits = run.config, run.work, run.store, run.splits
-    dataset = work.dataset
+    dataset, num_bad = work.dataset, run.parsed.num_bad
     num_rows = max(rows.stop for rows in splits.values())
     counted = splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
     for name in ("vocabulary", *splits):
@@ -230,7 +231,7 @@ def _write(run: _Run, read: list[str]) -> None:
         # The transforms of the numericals have no statistics.
         statistics={name: [[], []] for name in NUMERICAL},
         counted=config.vocabulary.name,
-        rows=RowCounts(num_rows + work.state["parse"]["bad"], num_rows, work.state["parse"]["bad"]),
+        rows=RowCounts(num_rows + num_bad, num_rows, num_bad),
         source_columns={name: "label" if name == LABEL else "feature" for name in COLUMNS},
         text_columns=TextColumns({name: are_text for name in table.sources}, are_text),
         read=read,
@@ -245,10 +246,10 @@ def _encode(run: _Run, counted: range) -> dict[str, EncodedColumn]:
     threads = config.threads or os.cpu_count() or 1
     # Half of the remaining memory is for DuckDB, half for arrays. DuckDB reports a limit that is too low.
     spare = max(memory - BASE_BYTES, memory // 2)
-    num_train = len(splits["train"])
     with connect(config, work.directory, spare // 2) as connection:
-        _shuffle(run, num_train)
-        _view_non_hex(connection, work, store, num_train if config.shuffle else 0)
+        if config.shuffle:
+            _shuffle(run)
+        _view_non_hex(connection, run)
         workers = max(1, min(threads, spare // COLUMN_BYTES))
         encoder = ColumnEncoder(
             connection,
@@ -268,13 +269,11 @@ def _encode(run: _Run, counted: range) -> dict[str, EncodedColumn]:
     return {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
 
 
-def _shuffle(run: _Run, num_rows: int) -> None:
-    """Shuffle the training rows if `shuffle` is set and not done; note the old rows for texts without a code."""
-    work, store = run.work, run.store
-    if not run.config.shuffle or work.state.get("shuffled"):
-        return
+def _shuffle(run: _Run) -> None:
+    """Shuffle the training rows; note the old rows for texts without a code."""
+    work, store, num_rows = run.work, run.store, len(run.splits["train"])
     columns = list(store.columns)
-    if work.state["parse"][NON_HEX_FILES]:
+    if run.parsed.has_non_hex:
         origin = _origin(store)
         if "shuffle" not in work.state:
             with origin.path.open("wb") as stream:
@@ -290,11 +289,10 @@ def _origin(store: ColumnStore) -> StoredColumn:
     return StoredColumn(store.non_hex.with_name("origin.i64"), "<i8")
 
 
-def _view_non_hex(
-    connection: duckdb.DuckDBPyConnection, work: Work, store: ColumnStore, shuffled_rows: int
-) -> None:
+def _view_non_hex(connection: duckdb.DuckDBPyConnection, run: _Run) -> None:
     """Create the relation `non_hex` (column, row, value): texts without a code, by their current rows."""
-    if not work.state["parse"][NON_HEX_FILES]:
+    store, shuffled_rows = run.store, len(run.splits["train"]) * run.config.shuffle
+    if not run.parsed.has_non_hex:
         connection.execute('CREATE TABLE non_hex ("column" INTEGER, "row" BIGINT, value VARCHAR)')
         return
     files = (glob.escape(str(store.non_hex)) + "/*.parquet").replace("'", "''")

@@ -46,7 +46,9 @@ def shuffle_training(
     work: Work,
     progress: Progress,
 ) -> None:
-    """Shuffle the first `num_rows` rows of all columns, and record that it is done."""
+    """Shuffle the first `num_rows` rows of all columns, unless the record says that it is done."""
+    if work.state.get("shuffled"):
+        return
     with progress.phase(f"shuffle {num_rows:,} training rows") as phase:
         spare = memory_bytes(config) - BASE_BYTES
         threads = config.threads or os.cpu_count() or 1
