@@ -17,9 +17,9 @@ from dataloading.dataset.batch_layout import id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.multi_hot import MultiHot
 from nn.models.registry import build_meta, declared_tables
-from nn.planning.memory_estimate import not_requested, replicated_weights, requests_of
-from nn.planning.plan import Hardware, TablePlan
+from nn.planning.plan import Hardware, TablePlan, replicated_weights
 from nn.planning.planner import BYTES_PER_MS
+from nn.planning.row_requests import not_requested, requests_of
 
 ID_BYTES = 4
 FP32_BYTES = 4
@@ -162,7 +162,7 @@ def _all_to_alls(
     columns, arriving = np.zeros(group_size), [set[str]() for _ in range(group_size)]
     features = {table.name: table.feature_names for table in declared_tables(config.model, spec)}
     for table in not_requested(plan, requests):
-        if table.sharding != "data_parallel":
+        if not table.is_replicated:
             for rank in range(group_size) if table.is_row_wise else table.ranks:
                 columns[rank] += table.num_vectors * table.columns_on(rank)
                 arriving[rank].update(features[table.table])

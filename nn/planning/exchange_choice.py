@@ -59,7 +59,7 @@ def with_exchanges(
             # A vector of more ids than ranks is fewer bytes than its rows would be without repetitions.
             are_few = all(hotness[feature] <= ranks for feature in config.feature_names)
             return table.is_row_wise and (config.pooling.name == "NONE" or are_few)
-        if hardware.world_size == 1 or table.sharding == "data_parallel":
+        if hardware.world_size == 1 or table.is_replicated:
             return False
         rows, columns = table.num_embeddings, table.embedding_dim
         share = traffic_of(table.table).share

@@ -30,7 +30,7 @@ def with_measured_rows(
 
     As it is for clicks that are drawn, and raw keys.
     """
-    tables = [table for table in plan if table.exchange == "rows" and not table.num_vectors]
+    tables = [table for table in plan if table.exchange == "rows" and table.hands_out_rows]
     if not tables or config.data.path is None or source.spec.dynamic_tables:
         return list(plan)
     features = {table.name: table.feature_names for table in declared}

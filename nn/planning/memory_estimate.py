@@ -5,22 +5,20 @@ A table's size is exact. The rest is computed from shapes, as the step of `nn/tr
 CUDA context, NCCL's buffers and the code of kernels, together 1 to 2 GiB of what `nvidia-smi` shows.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.schema import Amp, Config, Fp8
 from dataloading.dataset.batch_layout import BatchLayout, id_counts
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import embedding_columns
 from nn.embedding.multi_hot import MultiHot
-from nn.models.model import Activations, Model
+from nn.models.model import Activations
 from nn.models.registry import build_meta, declared_tables
 from nn.planning.measured_rows import groups_of_table
-from nn.planning.plan import TablePlan
-from nn.sharding.request_capacity import capacity_for
-from nn.tiers.traffic import expected_distinct, power_law_share
+from nn.planning.plan import TablePlan, replicated_weights
+from nn.planning.row_requests import Requests, not_requested, requests_of
+from nn.planning.table_sizes import FP32_BYTES
 
 ID_BYTES = 4
 POSITION_BYTES = 8
@@ -70,247 +68,200 @@ def plan_memory(
     config: Config, spec: FeatureSpec, plan: Sequence[TablePlan], world_size: int, dense_states: int
 ) -> list[RankMemory]:
     """Estimate the peak of the GPU of every rank of a group, which are all ranks without groups, while training."""
-    group_size = config.sharding.group_size or world_size
-    num_groups = world_size // group_size
-    global_batch, amp, is_sent = config.train.batch_size, config.train.amp, group_size > 1
-    batch = global_batch // world_size
-    # Of an element of activations, and of one that is looked up; fp16 is sent as fp32.
-    activation_bytes, sent_bytes = 4 if amp is Amp.off else 2, 2 if amp is Amp.bf16 else 4
-    seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
-    model = build_meta(config.model, seen)
-    dense_half = model.num_parameters() * (4 * (2 + dense_states) + (0 if amp is Amp.off else 2))
-    batch_bytes, arrived_bytes = _bytes_of_batches(spec, seen, plan, batch, world_size)
-    declared = declared_tables(config.model, seen)
-    embedding_bytes = embedding_columns(declared, seen) * sent_bytes
-    local = batch * embedding_bytes
-    eval_batch = config.eval.batch_size // world_size
-    features = _ids_of_tables(declared, seen, batch)
-    requests = requests_of(config, seen, plan, world_size)
-    rows, room = -(-batch // config.train.accumulate), _room_of_parts(seen, plan, features)
-    events = _events(seen, batch), _events(seen, batch, rows, room)
-    dense_pass = _dense_pass(
-        config, model, events, batch, embedding_bytes, requests, is_alone=not is_sent
-    )
-    eval_requests = requests_of(config, seen, plan, world_size, eval_batch)
-    others = not_requested(plan, requests)
-    # Vectors of which each rank computes a part.
-    partial_columns = round(sum(x.num_vectors * x.embedding_dim for x in others if x.is_row_wise))
-    partial_bytes = batch * group_size * partial_columns * sent_bytes
-    forward_bytes = _forward_values(config, model, batch, eval_batch) * activation_bytes
-    works = [_work_of(rank, others, features, global_batch, batch) for rank in range(group_size)]
-    # The exchange of most bytes: sorted for the first hop, as it arrives, and sorted for the second.
-    largest = max([local, *(work.elements * sent_bytes for work in works)])
-    in_hops = config.sharding.two_hops * 3 * largest
+    step = _Step(config, spec, plan, world_size)
+    rows = config.train.batch_size, step.rank_rows
+    lookups = [_rank_lookups(step, rank, *rows) for rank in range(step.group_size)]
+    dense_pass = _dense_pass_bytes(step)
+    batch_bytes, arrived_id_bytes = _batch_bytes(step, spec)
+    hop_bytes = _hop_bytes(step, lookups) if config.sharding.two_hops else 0
     memories = []
-    for rank, work in enumerate(works):
+    for rank, of_rank in enumerate(lookups):
         held = [table for table in plan if rank in table.ranks]
-        eval_work = _work_of(rank, others, features, config.eval.batch_size, eval_batch)
-        # Alone, a rank's lookups are at local already.
-        evaluation = sum(asked.evaluation_bytes(rank, sent_bytes) for asked in eval_requests)
-        evaluation += eval_batch * embedding_bytes + eval_work.ids * EVALUATED_ID_BYTES
-        evaluation += is_sent * eval_work.elements // num_groups * sent_bytes
-        lookups = local + is_sent * 2 * (work.elements // num_groups * sent_bytes + partial_bytes)
-        lookups += in_hops + sum(asked.row_bytes(rank, sent_bytes) for asked in requests)
-        lookups += (num_groups > 1) * work.elements * sent_bytes  # gradients of all groups
-        mapping = work.mapping_bytes + sum(asked.mapping_bytes(rank) for asked in requests)
+        arrived_bytes = of_rank.arrived_ids * arrived_id_bytes
         memories.append(
             RankMemory(
-                tables=sum(x.bytes_per_rank[x.ranks.index(rank)] for x in held),
-                expansion=sum(x.expansion_bytes for x in held),
-                dense_tables=4 * replicated_weights(held),
-                dense_half=dense_half,
-                batches=int(batch_bytes + work.ids * arrived_bytes + mapping),
-                lookups=lookups,
+                tables=sum(table.bytes_per_rank[table.ranks.index(rank)] for table in held),
+                expansion=sum(table.expansion_bytes for table in held),
+                dense_tables=FP32_BYTES * replicated_weights(held),
+                dense_half=_dense_half_bytes(step, dense_states),
+                batches=batch_bytes + arrived_bytes + _mapping_bytes(step, of_rank),
+                lookups=_lookup_bytes(step, of_rank) + hop_bytes,
                 dense_pass=dense_pass,
-                update=work.keys * SORTED_KEY_BYTES
-                + work.update_bytes
-                + sum(asked.key_bytes(rank) for asked in requests),
-                evaluation=(eval_batch != batch) * evaluation + max(forward_bytes - dense_pass, 0),
+                update=_update_bytes(step, of_rank),
+                evaluation=_evaluation_bytes(step, rank, dense_pass),
                 workspaces=2 * CUBLAS_WORKSPACE_BYTES,
             )
         )
     return memories
 
 
+class _Step:
+    """What the ranks have in common in a step: the samples of each, the model and its tables, and the bytes of a number."""
+
+    def __init__(
+        self, config: Config, spec: FeatureSpec, plan: Sequence[TablePlan], world_size: int
+    ) -> None:
+        self.config, self.plan, self.world_size = config, plan, world_size
+        self.group_size = config.sharding.group_size or world_size
+        self.num_groups = world_size // self.group_size
+        self.rank_rows = config.train.batch_size // world_size
+        self.eval_rank_rows = config.eval.batch_size // world_size
+        # Samples that the dense component takes at once.
+        self.part_rows = -(-self.rank_rows // config.train.accumulate)
+        # Of a number in activations, and in vectors and rows that are looked up; fp16 is sent as fp32.
+        self.activation_bytes = FP32_BYTES if config.train.amp is Amp.off else 2
+        self.sent_bytes = 2 if config.train.amp is Amp.bf16 else FP32_BYTES
+        # With the ids that the model sees, of which `spec` has those that are stored.
+        self.spec = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
+        self.counts = id_counts(self.spec, self.rank_rows)
+        declared = declared_tables(config.model, self.spec)
+        self.features = {table.name: table.feature_names for table in declared}
+        # Of all vectors of a sample.
+        self.vector_bytes = embedding_columns(declared, self.spec) * self.sent_bytes
+        self.model = build_meta(config.model, self.spec)
+        self.layers = self.model.linear_layers()
+        self.activations = self.model.activations()
+        self.requests = requests_of(config, self.spec, plan, world_size)
+        self.eval_requests = requests_of(config, self.spec, plan, world_size, self.eval_rank_rows)
+        self.by_vectors = not_requested(plan, self.requests)
+
+    def keys(self, table: TablePlan) -> float:
+        """Return a table's ids per sample, with the unused positions of ragged features."""
+        features = self.features[table.table]
+        return sum(self.counts[name].capacity / self.rank_rows for name in features)
+
+
 @dataclass(frozen=True, slots=True)
-class Requests:
-    """Tables of one width whose distinct rows are asked of their owners; a replicated table's, or a single rank's, is itself."""
+class _RankLookups:
+    """Lookups of a rank in tables whose vectors are sent: sharded ones for all ranks, and replicated ones for its own samples."""
 
-    tables: tuple[str, ...]
-    columns: int
-    keys: int  # ids of all lookups of a rank's samples
-    capacity: tuple[int, ...]  # rows that a rank can ask of each owner
-    # distinct ones that a group can ask of each owner, if owners merge them
-    merged: tuple[int, ...]
-    tiers: frozenset[str]  # memories that their rows lie in
-    hands_out: bool = False  # whether the dense component takes the rows
-    # whether the gradients of a row are added up by the sort of its ids: chunks do it themselves
-    has_sums: bool = True
-    groups: int = 1  # of ranks, which all hold the tables
-
-    @property
-    def is_sent(self) -> bool:
-        return len(self.capacity) > 1
-
-    def asked_of(self, rank: int) -> int:
-        return len(self.capacity) * self.capacity[rank if self.is_sent else 0]
-
-    def of_groups(self, rank: int) -> int:
-        """Return the rows that all groups ask of a rank."""
-        return self.groups * (self.merged[rank] if self.merged else self.asked_of(rank))
-
-    def row_bytes(self, rank: int, sent_bytes: int) -> int:
-        """Return the memory of rows sent and received, and of float32 gradient sums of ids, or of what is merged.
-
-        Sums are sent behind the peak.
-        """
-        asked, own = self.is_sent * self.asked_of(rank), sum(self.capacity)
-        # Rows of one of several memories are looked up beside those that are sent.
-        looked_up = asked * (1 + (len(self.tiers) > 1))
-        sums = self.has_sums * own + (self.merged[rank] if self.merged else 0)
-        return self.columns * (sent_bytes * (looked_up + own) + 4 * sums)
-
-    def key_bytes(self, rank: int) -> int:
-        """Return the memory of keys: of this rank's ids, and of the rows that are asked of it."""
-        asked = self.of_groups(rank)
-        of_asked = SORTED_KEY_BYTES * asked + update_bytes(asked, self.columns)
-        of_merged = 0
-        if self.merged:
-            here = self.asked_of(rank)
-            of_merged = REQUEST_BYTES * here + update_bytes(here, self.columns)
-        of_own = REQUEST_BYTES * self.keys
-        of_own += (not self.hands_out) * LISTED_BYTES * self.keys
-        of_own += self.has_sums * update_bytes(self.keys, self.columns)
-        return len(self.tiers) * of_asked + of_merged + of_own
-
-    def mapping_bytes(self, rank: int) -> int:
-        """Return the memory to map the rows that are asked of tables in host memory or on disk to slots."""
-        return len(self.tiers - {"device"}) * MAPPED_ID_BYTES * self.of_groups(rank)
-
-    def evaluation_bytes(self, rank: int, sent_bytes: int) -> int:
-        rows = self.is_sent * self.asked_of(rank) + sum(self.capacity)
-        return rows * self.columns * sent_bytes + REQUEST_BYTES * self.keys
+    rank: int
+    kinds: tuple[tuple[list[TablePlan], int], ...]  # tables of either kind, and samples
+    elements: int  # numbers of the vectors of sharded tables
+    arrived_ids: int  # once per feature, whatever number of tables takes them
 
 
-def requests_of(
-    config: Config,
-    spec: FeatureSpec,
-    plan: Sequence[TablePlan],
-    world_size: int,
-    batch: int | None = None,
-) -> list[Requests]:
-    """Return the tables whose rows are asked for, with their expected capacity, for `batch` rows of a rank or those of training.
-
-    How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it, unless the
-    plan has those of measured batches.
-    """
-    batch = config.train.batch_size // world_size if batch is None else batch
-    group_size = config.sharding.group_size or world_size
-    asked = [table for table in plan if table.exchange == "rows"]
-    of_tables = _ids_of_tables(declared_tables(config.model, spec), spec, batch)
-    keys = {
-        name: sum(ids.keys for ids in of_table.values()) for name, of_table in of_tables.items()
-    }
-    requests = []
-    # A replicated table, and one whose rows the dense component takes, is alone.
-    groups: dict[tuple[int, str], list[TablePlan]] = {}
-    for table in asked:
-        is_alone = table.sharding == "data_parallel" or not table.num_vectors
-        alone = table.table if is_alone else ""
-        groups.setdefault((table.embedding_dim, alone), []).append(table)
-    for (columns, _), group in groups.items():
-        is_replica = group[0].sharding == "data_parallel"
-        num_groups = 1 if is_replica else world_size // group_size
-        capacity = [0.0] * (1 if is_replica else group_size)
-        merged = [0.0] * group_size * (num_groups > 1 and group_size > 1)
-        for table in group:
-            share = power_law_share(table.num_embeddings, config.data.synthetic.exponent)
-            owners = (0,) if is_replica else table.ranks
-            per_shard = -(-table.num_embeddings // len(owners))
-            for number, rank in enumerate(owners):
-                if table.batch_rows:
-                    scale = batch / (config.train.batch_size // world_size)
-                    capacity[rank] += table.batch_rows[number] * scale
-                    if merged:
-                        merged[rank] += table.group_rows[number] * scale
-                    continue
-                first = min(number * per_shard, table.num_embeddings)
-                end = min(first + per_shard, table.num_embeddings)
-                ids = batch * table.hotness
-                capacity[rank] += expected_distinct(ids, share, first, end)
-                if merged:
-                    merged[rank] += expected_distinct(group_size * ids, share, first, end)
-        requests.append(
-            Requests(
-                tuple(table.table for table in group),
-                columns,
-                round(batch * sum(keys[table.table] for table in group)),
-                tuple(map(capacity_for, capacity)),
-                tuple(map(capacity_for, merged)),
-                frozenset(table.tier for table in group),
-                not group[0].num_vectors,
-                group[0].num_vectors > 0 or config.train.accumulate == 1,
-                num_groups,
-            )
-        )
-    return requests
+def _rank_lookups(step: _Step, rank: int, global_rows: int, rank_rows: int) -> _RankLookups:
+    held = [table for table in step.by_vectors if rank in table.ranks]
+    sharded = [table for table in held if not table.is_replicated]
+    replicated = [table for table in held if table.is_replicated]
+    kinds = ((sharded, global_rows), (replicated, rank_rows))
+    elements = sum(global_rows * table.num_vectors * table.columns_on(rank) for table in sharded)
+    ids = 0.0
+    for tables, samples in kinds:
+        features = dict.fromkeys(name for table in tables for name in step.features[table.table])
+        ids += samples * sum(_numbers_per_sample(step, name) for name in features)
+    return _RankLookups(rank, kinds, round(elements), round(ids))
 
 
-def replicated_weights(tables: Sequence[TablePlan]) -> int:
-    replicated = (x for x in tables if x.sharding == "data_parallel")
-    return sum(x.num_embeddings * x.embedding_dim for x in replicated)
+def _numbers_per_sample(step: _Step, feature: str) -> float:
+    """Return the ids of a feature; of a ragged one also where samples begin, their lengths, and the sample of each id."""
+    count = step.counts[feature]
+    ids = count.capacity / step.rank_rows
+    return ids if count.hotness else 2 * ids + 2
 
 
-def not_requested(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> list[TablePlan]:
-    asked = {name for request in requests for name in request.tables}
-    return [table for table in plan if table.table not in asked]
+def _dense_half_bytes(step: _Step, dense_states: int) -> int:
+    copy_bytes = 0 if step.config.train.amp is Amp.off else 2
+    return step.model.num_parameters() * (FP32_BYTES * (2 + dense_states) + copy_bytes)
 
 
-def _bytes_of_batches(
-    spec: FeatureSpec, seen: FeatureSpec, plan: Sequence[TablePlan], batch: int, world_size: int
-) -> tuple[int, int]:
+def _batch_bytes(step: _Step, stored: FeatureSpec) -> tuple[int, int]:
     """Return the bytes of batches on the device, and those of each id that arrives at its table."""
-    layout = BatchLayout.of(spec, batch)
+    layout = BatchLayout.of(stored, step.rank_rows)
     batch_bytes = BATCHES_ON_DEVICE * layout.num_bytes
-    is_fixed = seen == spec and all(feature.hotness for feature in spec.categorical)
-    are_vectors = all(x.sharding != "data_parallel" and x.exchange == "vectors" for x in plan)
-    if world_size == 1 and is_fixed and are_vectors:
+    is_fixed = step.spec == stored and all(feature.hotness for feature in stored.categorical)
+    are_vectors = all(not x.is_replicated and x.exchange == "vectors" for x in step.plan)
+    if step.world_size == 1 and is_fixed and are_vectors:
         # Ids are looked up where they are, without an exchange.
         return batch_bytes, ID_BYTES
     # The id exchange has a copy of its input, and positions.
     (num_ids,) = layout.ids.shape
     exchange_bytes = (layout.ids.dtype.itemsize + POSITION_BYTES) * num_ids
     # What arrives is copied to the graphs of training and evaluation. Between ranks it is also received and put in order.
-    arrived_bytes = 3 * ID_BYTES + (ID_BYTES + POSITION_BYTES if world_size > 1 else 0)
+    arrived_bytes = 3 * ID_BYTES + (ID_BYTES + POSITION_BYTES if step.world_size > 1 else 0)
     return batch_bytes + exchange_bytes, arrived_bytes
 
 
-def _room_of_parts(
-    spec: FeatureSpec, plan: Sequence[TablePlan], features: Mapping[str, Collection[str]]
-) -> dict[str, int]:
-    """Return the events of each sequence group that the dense component takes at most at once, where that is measured."""
-    return {
-        group.name: room
-        for table in plan
-        if table.part_events
-        for group, room in zip(
-            groups_of_table(spec, features[table.table]), table.part_events, strict=True
-        )
-    }
+def _mapping_bytes(step: _Step, lookups: _RankLookups) -> int:
+    """Return the memory to map the ids of tables in host memory or on disk, and the rows that are asked of them, to slots."""
+    ids = sum(
+        samples * step.keys(table)
+        for tables, samples in lookups.kinds
+        for table in tables
+        if table.has_arena
+    )
+    rows = sum(
+        len(asked.tiers - {"device"}) * asked.of_groups(lookups.rank) for asked in step.requests
+    )
+    return round(MAPPED_ID_BYTES * ids) + MAPPED_ID_BYTES * rows
 
 
-def _events(
-    spec: FeatureSpec, batch: int, rows: int | None = None, room: Mapping[str, int] | None = None
-) -> dict[str, int]:
-    """Return the events of each sequence group that a rank's batch has room for, or `rows` of it that are taken at once."""
-    counts = id_counts(spec, batch)
-    events = {group.name: counts[group.features[0]].capacity for group in spec.sequences}
-    if rows is None:
-        return events
-    most = {**events, **(room or {})}
-    if rows == batch:
-        return {name: min(most[name], events[name]) for name in events}
-    return {group.name: min(rows * group.max_length, most[group.name]) for group in spec.sequences}
+def _lookup_bytes(step: _Step, lookups: _RankLookups) -> int:
+    """Return the memory of a rank's own vectors, of those that are sent with the gradients that return, and of rows."""
+    total = step.rank_rows * step.vector_bytes
+    if step.group_size > 1:
+        row_wise = [table for table in step.by_vectors if table.is_row_wise]
+        # Of these, each rank computes a part.
+        columns = round(sum(table.num_vectors * table.embedding_dim for table in row_wise))
+        parts_bytes = step.rank_rows * step.group_size * columns * step.sent_bytes
+        total += 2 * (lookups.elements // step.num_groups * step.sent_bytes + parts_bytes)
+    if step.num_groups > 1:
+        total += lookups.elements * step.sent_bytes  # gradients of all groups
+    return total + sum(_row_bytes(step, asked, lookups.rank) for asked in step.requests)
+
+
+def _hop_bytes(step: _Step, lookups: Sequence[_RankLookups]) -> int:
+    """Return the memory of the largest exchange: sorted for the first hop, as it arrives, and sorted for the second."""
+    sent = [of_rank.elements * step.sent_bytes for of_rank in lookups]
+    return 3 * max(step.rank_rows * step.vector_bytes, *sent)
+
+
+def _row_bytes(step: _Step, asked: Requests, rank: int) -> int:
+    """Return the memory of rows sent and received, and of float32 gradient sums of ids, or of what is merged.
+
+    Sums are sent behind the peak.
+    """
+    received = sum(asked.capacity)
+    moved = received
+    if asked.is_sent:
+        # Rows of one of several memories are looked up beside those that are sent.
+        copies = 2 if len(asked.tiers) > 1 else 1
+        moved += copies * asked.asked_of(rank)
+    sums = received if asked.has_sums else 0
+    sums += asked.merged[rank] if asked.merged else 0
+    return asked.columns * (step.sent_bytes * moved + FP32_BYTES * sums)
+
+
+def _update_bytes(step: _Step, lookups: _RankLookups) -> int:
+    """Return the memory of sorted keys, and of the update beside them."""
+    num_bytes = 0.0
+    for tables, samples in lookups.kinds:
+        # The tables of a kind are looked up and updated by the same launches.
+        keys = {table.table: samples * step.keys(table) for table in tables}
+        num_keys = sum(keys.values())
+        features = [[step.counts[name] for name in step.features[table]] for table in keys]
+        if any(len(of) > 1 or not all(count.hotness for count in of) for of in features):
+            num_bytes += LISTED_BYTES * num_keys
+        num_bytes += SORTED_KEY_BYTES * num_keys
+        for table in tables:
+            num_bytes += update_bytes(keys[table.table], table.columns_on(lookups.rank))
+    return round(num_bytes) + sum(_request_keys_bytes(of, lookups.rank) for of in step.requests)
+
+
+def _request_keys_bytes(asked: Requests, rank: int) -> int:
+    """Return the memory of keys: of this rank's ids, and of the rows that are asked of it."""
+    of_ids = REQUEST_BYTES * asked.keys
+    if not asked.hands_out:
+        of_ids += LISTED_BYTES * asked.keys
+    if asked.has_sums:
+        of_ids += update_bytes(asked.keys, asked.columns)
+    if asked.merged:
+        rows = asked.asked_of(rank)
+        of_ids += REQUEST_BYTES * rows + update_bytes(rows, asked.columns)
+    rows = asked.of_groups(rank)
+    of_rows = SORTED_KEY_BYTES * rows + update_bytes(rows, asked.columns)
+    return of_ids + len(asked.tiers) * of_rows
 
 
 def update_bytes(num_keys: float, columns: int) -> int:
@@ -325,183 +276,133 @@ def update_bytes(num_keys: float, columns: int) -> int:
     return round(blocks * block_bytes + 4 * num_keys)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ids:
-    """Ids of a feature per sample, on every rank that looks it up."""
-
-    keys: float  # ids, with the unused positions of a ragged feature
-    # ids, and of a ragged feature where samples begin, their lengths, and the sample of each id
-    numbers: float
-    is_ragged: bool  # whether samples differ in their number of ids
-
-
-@dataclass(frozen=True, slots=True)
-class _SparseWork:
-    # elements of the embeddings that are looked up for all ranks; those of replicated tables do not count
-    elements: int
-    ids: int  # ids that arrive: once per feature, whatever number of tables takes them
-    keys: int  # ids that are sorted: once per lookup
-    update_bytes: int  # memory of the update beside sorted keys
-    mapping_bytes: int  # memory to map the ids of tables in host memory to slots
-
-
-def _ids_of_tables(
-    declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, batch_size: int
-) -> dict[str, dict[str, _Ids]]:
-    ids = {}
-    for name, count in id_counts(spec, batch_size).items():
-        keys = count.capacity / batch_size
-        numbers = keys if count.hotness else 2 * keys + 2
-        ids[name] = _Ids(keys, numbers, not count.hotness)
-    return {table.name: {name: ids[name] for name in table.feature_names} for table in declared}
+def _evaluation_bytes(step: _Step, rank: int, dense_pass: int) -> int:
+    """Return the embeddings of an evaluation with another batch size, and its activations beyond the graph's memory."""
+    rows = step.eval_rank_rows
+    # It takes all samples at once, or as many as training does.
+    at_once = rows if step.part_rows == step.rank_rows else min(rows, step.part_rows)
+    widest = max((sum(layer) for layer in step.layers), default=0)
+    forward_columns = widest + step.activations.forward_columns
+    total = max(at_once * forward_columns * step.activation_bytes - dense_pass, 0)
+    if rows == step.rank_rows:
+        return total
+    lookups = _rank_lookups(step, rank, step.config.eval.batch_size, rows)
+    total += rows * step.vector_bytes + lookups.arrived_ids * EVALUATED_ID_BYTES
+    if step.group_size > 1:
+        total += lookups.elements // step.num_groups * step.sent_bytes
+    for asked in step.eval_requests:
+        requested = sum(asked.capacity) + (asked.asked_of(rank) if asked.is_sent else 0)
+        total += requested * asked.columns * step.sent_bytes + REQUEST_BYTES * asked.keys
+    return total
 
 
-def _work_of(
-    rank: int,
-    plan: Sequence[TablePlan],
-    features: Mapping[str, Mapping[str, _Ids]],
-    global_batch: int,
-    batch: int,
-) -> _SparseWork:
-    """Return the lookups of a rank, by table -> feature -> its ids."""
-    held = [table for table in plan if rank in table.ranks]
-    replicated = [table for table in held if table.sharding == "data_parallel"]
-    sharded = [table for table in held if table.sharding != "data_parallel"]
-    elements = sum(global_batch * table.num_vectors * table.columns_on(rank) for table in sharded)
-    ids = keys = size = 0.0
-    # The tables of a group are looked up and updated by the same launches.
-    for tables, rows in ((sharded, global_batch), (replicated, batch)):
-        arriving: dict[str, float] = {}
-        keys_of = {
-            table.table: rows * sum(ids.keys for ids in features[table.table].values())
-            for table in tables
-        }
-        for table in tables:
-            arriving |= {name: ids.numbers for name, ids in features[table.table].items()}
-            size += update_bytes(keys_of[table.table], table.columns_on(rank))
-        ids += rows * sum(arriving.values())
-        keys += sum(keys_of.values())
-        looked_up = [features[table.table].values() for table in tables]
-        has_listed = any(len(of) > 1 or any(ids.is_ragged for ids in of) for of in looked_up)
-        size += LISTED_BYTES * has_listed * sum(keys_of.values())
-    tiered = [features[table.table].values() for table in sharded if table.has_arena]
-    mapping = MAPPED_ID_BYTES * global_batch * sum(ids.keys for of in tiered for ids in of)
-    return _SparseWork(round(elements), round(ids), round(keys), round(size), round(mapping))
+def _dense_pass_bytes(step: _Step) -> int:
+    """Return the memory of the dense component's pass over a rank's batch."""
+    rows = _RowBytes.of(step)
+    of_part = _part_bytes(step, rows)
+    if step.part_rows == step.rank_rows:
+        return of_part
+    if step.group_size > 1:
+        # A part's vectors are copied out of the batch's.
+        of_part += step.part_rows * step.vector_bytes
+    # The gradients of all vectors are kept until the last part, and are checked together under fp16.
+    gradients = step.rank_rows * step.vector_bytes
+    return gradients + rows.sums + max(of_part, _check_bytes(step, gradients))
+
+
+def _part_bytes(step: _Step, rows: "_RowBytes") -> int:
+    """Return the memory of a part's pass at the fullest of three moments."""
+    column_bytes = step.part_rows * step.activation_bytes
+    vector_gradients = step.part_rows * step.vector_bytes
+    layers, activations = step.layers, step.activations
+    # What backward needs again: the input of every layer, which is the output of the one before.
+    saved = sum(before for before, _ in layers) + activations.backward_columns
+    saved += sum(getattr(layer, "kept_columns", 0) for layer in step.model.modules())
+    # Of one layer's output and of its input.
+    gradients = max((2 * max(layer) for layer in layers), default=0)
+    if step.config.train.fp8 is not Fp8.off:
+        # Copies in 8 bits by rows and by columns.
+        gradients += max(map(max, layers), default=0)
+    if step.group_size == 1 and layers and activations.reread_columns == layers[0][0]:
+        # The first layer reads the embeddings, and nothing else, where they were looked up.
+        saved -= activations.reread_columns
+        first, *others = layers
+        gradients = max(sum(first), *(2 * max(layer) for layer in others))
+    # A candidate's part of the gradients of rows is first, beside all activations.
+    of_samples = max((saved + gradients) * column_bytes - rows.late, 0)
+    top = of_samples + rows.kept + rows.gradients
+    interaction = vector_gradients + (layers[0][1] if layers else 0) * column_bytes
+    interaction += rows.gradients + rows.by_id
+    return max(top, interaction, _check_bytes(step, vector_gradients))
+
+
+def _check_bytes(step: _Step, gradients: int) -> int:
+    """Return the memory of the check of gradients for overflows under fp16: absolute values, and two booleans per number."""
+    return gradients * 5 // 2 if step.config.train.amp is Amp.fp16 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _RowBytes:
-    """Bytes of a pass that follow from rows that are handed out, and from events."""
+    """Bytes of a part's pass that follow from rows that are handed out, and from events."""
 
     gradients: int  # of all rows, in the dtype of the rows
-    sums: int  # the same in float32, to which chunks add
-    # of the largest table: the gradient of each id, by feature and side by side; of chunks torch's sums instead
+    sums: int  # the same in float32, to which parts add
+    # of the largest table: the gradient of each id, by feature and side by side; of parts torch's sums instead
     by_id: int
     kept: int  # activations of events and rows, with gradients of events
     late: int  # those gradients, for which the layers of samples have made room
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        model: Model,
-        events_of: tuple[Mapping[str, int], Mapping[str, int]],
-        requests: Sequence[Requests],
-    ) -> "_RowBytes":
-        """Return those of a pass over some rows of a rank's batch, of whose events `events_of` has those of both."""
-        amp = config.train.amp
-        narrow, sent_bytes = (4 if amp is Amp.off else 2), (2 if amp is Amp.bf16 else 4)
-        tables = [asked for asked in requests if asked.hands_out]
-        distinct = {asked.tables[0]: sum(asked.capacity) for asked in tables}
-        elements = sum(asked.columns * sum(asked.capacity) for asked in tables)
-        of_batch, events = events_of
-        share = sum(events.values()) / max(sum(of_batch.values()), 1) if events else 1.0
-        by_id = (
-            asked.columns
-            * (
-                2 * sent_bytes * asked.keys
-                if asked.has_sums
-                else sent_bytes * share * asked.keys
-                + 4 * (sum(asked.capacity) + share * asked.keys // IDS_OF_A_PART)
-            )
-            for asked in tables
-        )
-        found, of_kernels = model.activations(), Activations()
-        if amp is not Amp.off and found.in_16_bits is not None:
+    def of(cls, step: _Step) -> "_RowBytes":
+        handed_out = {of.tables[0]: of for of in step.requests if of.hands_out}
+        rows = {table: sum(of.capacity) for table, of in handed_out.items()}
+        elements = sum(of.columns * rows[table] for table, of in handed_out.items())
+        events_of_batch, events = _events(step)
+        share = sum(events.values()) / max(sum(events_of_batch.values()), 1) if events else 1.0
+        by_id = []
+        for table, asked in handed_out.items():
+            if asked.has_sums:
+                column_bytes = 2 * step.sent_bytes * asked.keys
+            else:
+                sums = rows[table] + share * asked.keys // IDS_OF_A_PART
+                column_bytes = step.sent_bytes * share * asked.keys + FP32_BYTES * sums
+            by_id.append(asked.columns * column_bytes)
+        found, of_kernels = step.activations, Activations()
+        if step.config.train.amp is not Amp.off and found.in_16_bits is not None:
             of_kernels = found.in_16_bits
+        event_columns = found.event_columns | of_kernels.event_columns
+        gradient_columns = found.event_gradient_columns | of_kernels.event_gradient_columns
+        columns = _sum_of(event_columns, events) + _sum_of(found.row_columns, rows)
         beside = of_kernels.event_gradient_bytes
-        kept = _sum_of(found.event_columns | of_kernels.event_columns, events) * narrow + beside
-        kept += _sum_of(found.row_columns, distinct) * narrow
-        gradients = found.event_gradient_columns | of_kernels.event_gradient_columns
-        late = _sum_of(gradients, events) * narrow + beside
-        return cls(sent_bytes * elements, 4 * elements, round(max(by_id, default=0)), kept, late)
+        return cls(
+            gradients=step.sent_bytes * elements,
+            sums=FP32_BYTES * elements,
+            by_id=round(max(by_id, default=0)),
+            kept=columns * step.activation_bytes + beside,
+            late=_sum_of(gradient_columns, events) * step.activation_bytes + beside,
+        )
 
 
 def _sum_of(columns: Mapping[str, int], counts: Mapping[str, int]) -> int:
     return sum(columns[name] * counts[name] for name in columns)
 
 
-def _dense_pass(
-    config: Config,
-    model: Model,
-    events_of: tuple[Mapping[str, int], Mapping[str, int]],
-    batch: int,
-    embedding_bytes: int,
-    requests: Sequence[Requests],
-    *,
-    is_alone: bool,
-) -> int:
-    """Return the bytes of the dense component's pass over a rank's batch, whose rows have `embedding_bytes` of vectors.
-
-    `events_of`: those that the batch has room for, and those of a part.
-    """
-    chunk, local = -(-batch // config.train.accumulate), batch * embedding_bytes
-    of_rows = _RowBytes.of(config, model, events_of, requests)
-    if chunk == batch:
-        return _pass_over(config, model, batch, local, of_rows, is_alone)
-    of_chunk = _pass_over(config, model, chunk, chunk * embedding_bytes, of_rows, is_alone)
-    # Between ranks a chunk's vectors are copied out of the batch's.
-    of_chunk += 0 if is_alone else chunk * embedding_bytes
-    # The gradients of all vectors are kept until the last chunk, and are checked together under fp16.
-    return local + of_rows.sums + max(of_chunk, _checked_bytes(config, local))
-
-
-def _forward_values(config: Config, model: Model, batch: int, eval_batch: int) -> int:
-    """Return the values of an evaluation's forward pass over the rows that it takes at once: all, or a chunk of training."""
-    chunk = -(-batch // config.train.accumulate)
-    rows = eval_batch if chunk == batch else min(eval_batch, chunk)
-    widest = max((sum(layer) for layer in model.linear_layers()), default=0)
-    return rows * (widest + model.activations().forward_columns)
-
-
-def _pass_over(
-    config: Config, model: Model, rows: int, local: int, of_rows: _RowBytes, is_alone: bool
-) -> int:
-    """Return the bytes of the fullest of three moments; `local` are gradients of the rank's embeddings, in bytes."""
-    column_bytes = rows * (4 if config.train.amp is Amp.off else 2)
-    layers = model.linear_layers()
-    # What backward needs again: the input of every layer, which is the output of the one before.
-    saved = sum(before for before, _ in layers) + model.activations().backward_columns
-    saved += sum(getattr(layer, "kept_columns", 0) for layer in model.modules())
-    # Of one layer's output and of its input.
-    gradients = max((2 * max(layer) for layer in layers), default=0)
-    if config.train.fp8 is not Fp8.off:
-        # Copies in 8 bits by rows and by columns.
-        gradients += max(map(max, layers), default=0)
-    reread = model.activations().reread_columns
-    if is_alone and layers and reread == layers[0][0]:
-        # The first layer reads the embeddings, and nothing else, where they were looked up.
-        saved -= reread
-        first, *others = layers
-        gradients = max(sum(first), *(2 * max(layer) for layer in others))
-    # A candidate's part of the gradients of rows is first, beside all activations.
-    of_samples = max((saved + gradients) * column_bytes - of_rows.late, 0)
-    top = of_samples + of_rows.kept + of_rows.gradients
-    interaction = local + (layers[0][1] if layers else 0) * column_bytes
-    interaction += of_rows.gradients + of_rows.by_id
-    return max(top, interaction, _checked_bytes(config, local))
-
-
-def _checked_bytes(config: Config, local: int) -> int:
-    """Return the memory of the check of gradients for overflows under fp16: absolute values, and two booleans per number."""
-    return local * 5 // 2 if config.train.amp is Amp.fp16 else 0
+def _events(step: _Step) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the events of each sequence group that a rank's batch has room for, and those of a part."""
+    groups = step.spec.sequences
+    of_batch = {group.name: step.counts[group.features[0]].capacity for group in groups}
+    measured = {
+        group.name: events
+        for table in step.plan
+        if table.part_events
+        for group, events in zip(
+            groups_of_table(step.spec, step.features[table.table]), table.part_events, strict=True
+        )
+    }
+    of_part = {}
+    for group in groups:
+        most = of_batch[group.name]
+        if step.part_rows < step.rank_rows:
+            most = step.part_rows * group.max_length
+        of_part[group.name] = min(most, measured.get(group.name, of_batch[group.name]))
+    return of_batch, of_part

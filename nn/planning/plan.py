@@ -47,6 +47,20 @@ class TablePlan:
     part_events: tuple[int, ...] = ()
 
     @property
+    def is_replicated(self) -> bool:
+        return self.sharding == "data_parallel"
+
+    @property
+    def hands_out_rows(self) -> bool:
+        """Return whether the dense component takes its distinct rows, in place of vectors."""
+        return not self.num_vectors
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Ranks that are asked for its distinct rows, by number within a group; of a replicated table, each rank itself."""
+        return (0,) if self.is_replicated else self.ranks
+
+    @property
     def has_arena(self) -> bool:
         return self.tier != "device"
 
@@ -63,7 +77,11 @@ class TablePlan:
 
 
 def replicated_tables(rows: Sequence[TablePlan]) -> list[str]:
-    return [row.table for row in rows if row.sharding == "data_parallel"]
+    return [row.table for row in rows if row.is_replicated]
+
+
+def replicated_weights(rows: Sequence[TablePlan]) -> int:
+    return sum(row.num_embeddings * row.embedding_dim for row in rows if row.is_replicated)
 
 
 def lookups_by_rank(rows: Sequence[TablePlan], world_size: int) -> list[float]:

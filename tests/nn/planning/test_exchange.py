@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from nn.build import build_plan, hardware_of, open_source, planned_hardware
 from nn.planning.exchange import Link, busiest_links, planned_exchange
-from nn.planning.memory_estimate import requests_of
 from nn.planning.plan import Hardware, TablePlan
+from nn.planning.row_requests import requests_of
 from tests.helpers.command import run_command
 from tests.helpers.composed import Built, build, compose_config, ranks_of_cpu
 from tests.helpers.distributed import run_distributed

@@ -7,8 +7,8 @@ from configs.schema import Config
 from dataloading.dataset import parquet_writer
 from nn.build import build_train_loader, checked_plan, open_source, planned_hardware, without_a_node
 from nn.distributed.process_group import ranks_from_environment
-from nn.planning.memory_estimate import requests_of
 from nn.planning.plan import TablePlan
+from nn.planning.row_requests import requests_of
 from nn.sharding.request_capacity import capacity_for, most_expected
 from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config

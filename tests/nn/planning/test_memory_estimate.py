@@ -26,8 +26,9 @@ from nn.models.model import Model
 from nn.models.options import AttentionPooling
 from nn.models.registry import build_meta, find_model
 from nn.modes.plan import fitting_chunks
-from nn.planning.memory_estimate import RankMemory, plan_memory, requests_of, update_bytes
+from nn.planning.memory_estimate import RankMemory, plan_memory, update_bytes
 from nn.planning.plan import Hardware, TablePlan
+from nn.planning.row_requests import requests_of
 from nn.sharding.local_ids import Capacity
 from nn.sharding.merged_rows import RowSums
 from nn.sharding.sharded_lookup import ShardedLookup, _ById

@@ -27,7 +27,8 @@ from nn.embedding.declared_tables import embedding_columns, one_table_per_featur
 from nn.embedding.torch_optimizer import TableOptimizer
 from nn.models.description import _parsed, describe_model
 from nn.models.model import Activations, Model
-from nn.planning.memory_estimate import RankMemory, plan_memory, requests_of
+from nn.planning.memory_estimate import RankMemory, plan_memory
+from nn.planning.row_requests import requests_of
 from nn.sharding import request_capacity
 from nn.sharding.request_capacity import capacity_for, most_expected
 from nn.step_floor import floor_of, power_law_shares, unique_rows
