@@ -39,7 +39,7 @@ from nn.planning.disk_room import check_disk, disk_need
 from nn.planning.host_tables import read_ahead_bytes, with_expected_fetches
 from nn.planning.measured_rows import with_measured_rows
 from nn.planning.plan import Hardware, TablePlan
-from nn.planning.planner import plan_tables
+from nn.planning.planner import PlanProblem, plan_tables
 from nn.planning.table_sizes import weight_bytes_of
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import TableSettings, TieredPlan
@@ -199,7 +199,7 @@ def build_plan(
         return IdTraffic(id_share(config, source, table.feature_names, rows), rows, drawn)
 
     rule = table_rule(config.effective_optimizer.table_name)
-    plan, rows = plan_tables(
+    problem = PlanProblem(
         declared,
         expanded,
         config.sharding,
@@ -210,6 +210,7 @@ def build_plan(
         -(-live_samples(config) // hardware.world_size),
         traffic_of,
     )
+    plan, rows = plan_tables(problem)
     room, memories, steps = read_ahead_bytes(config.sharding), 1 + len(rule.states), 0
     if plan.host_tables and config.mode in (Mode.train, Mode.plan):
         # Until a checkpoint or a delta is due at the latest; saves of the best evaluation may be earlier.

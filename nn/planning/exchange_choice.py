@@ -5,10 +5,9 @@ from dataclasses import replace
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from configs.schema import Exchange, ShardingConfig
+from configs.schema import Exchange, TableOverride
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.declared_tables import hands_out_rows
-from nn.planning.host_tables import overrides_of
 from nn.planning.plan import Hardware, TablePlan
 from nn.sharding.request_capacity import capacity_for
 from nn.tiers.traffic import IdTraffic, expected_distinct
@@ -19,13 +18,16 @@ ELEMENT_BYTES = 4
 
 
 def wanted_exchanges(
-    declared: Sequence[EmbeddingBagConfig], spec: FeatureSpec, config: ShardingConfig
+    declared: Sequence[EmbeddingBagConfig],
+    spec: FeatureSpec,
+    overrides: Mapping[str, TableOverride],
+    usual: Exchange | None,
 ) -> dict[str, Exchange | None]:
     """Return what is wanted of each table: rows where the dense component takes them; ValueError for rows of 16 bits."""
-    overrides, wanted = overrides_of(declared, config), {}
+    wanted = {}
     for table in declared:
-        override = overrides.get(table.name)
-        chosen = config.exchange if override is None else override.exchange or config.exchange
+        override = overrides.get(table.name, TableOverride())
+        chosen = override.exchange or usual
         wanted[table.name] = Exchange.rows if hands_out_rows(table, spec) else chosen
         if wanted[table.name] is Exchange.rows and table.data_type.name != "FP32":
             raise ValueError(

@@ -1,14 +1,10 @@
 """Choice of the tables whose rows lie in host memory, and of the room for them on the device, if GPUs have too little memory."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-
-from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from nn.sharding.tables import HostTable
 from nn.tiers.host_tier import ring_slots
@@ -58,30 +54,6 @@ class Movable:
         return self.fetched_bytes(ORDER_CACHE) / self.num_bytes
 
 
-def movable_tables(
-    tables: Sequence[EmbeddingBagConfig],
-    bytes_of: Callable[[EmbeddingBagConfig], int],
-    live_rows: Mapping[str, int],
-    parts: Mapping[str, int],
-    step_ids: Mapping[str, float],
-    traffic_of: Callable[[str], IdTraffic],
-) -> dict[str, Movable]:
-    """Return some tables with what host memory for them costs; `parts` are the shards into which their rows may be cut."""
-
-    def movable(table: EmbeddingBagConfig) -> Movable:
-        rows, traffic = table.num_embeddings, traffic_of(table.name)
-        return Movable(
-            rows=rows,
-            live_rows=live_rows[table.name],
-            row_bytes=bytes_of(table) / rows,
-            ids=step_ids[table.name] / (1 + traffic.drawn),
-            traffic=traffic,
-            shard_rows=max(rows // parts[table.name], 1),
-        )
-
-    return {table.name: movable(table) for table in tables}
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     tables: Mapping[str, HostTable]  # by name
@@ -109,26 +81,3 @@ def _with_cache(ordered: Mapping[str, Movable], cache: float) -> Iterator[Choice
     for count in sorted({min(count, len(kept)) for count in COUNTS} - {0}):
         last = count - 1
         yield Choice(dict(list(kept.items())[:count]), in_host[last], freed[last], fetched[last])
-
-
-def with_host_tables(
-    planned: Callable[[Mapping[str, HostTable]], ShardingPlan],
-    chosen: Mapping[str, HostTable],
-    movable: Callable[[], Mapping[str, Movable]],
-    lacking_bytes: float,
-    host_bytes: float,
-) -> tuple[ShardingPlan, dict[str, HostTable]]:
-    """Plan with the chosen tables in host memory, or with those too that cost the least traffic; PlannerError: none fits."""
-    try:
-        return planned(chosen), dict(chosen)
-    except PlannerError as refused:
-        error = refused
-    for choice in choices(movable()):
-        if choice.freed_bytes < lacking_bytes or choice.host_bytes > host_bytes:
-            continue
-        host_tables = {**chosen, **choice.tables}
-        try:
-            return planned(host_tables), host_tables
-        except PlannerError as refused:
-            error = refused
-    raise error

@@ -59,13 +59,13 @@ def live_rows_of(
 
 
 def chosen_host_tables(
-    declared: Sequence[EmbeddingBagConfig], config: ShardingConfig, live_rows: Mapping[str, int]
+    overrides: Mapping[str, TableOverride], live_rows: Mapping[str, int]
 ) -> dict[str, HostTable]:
     return {
         table: HostTable(
             override.cache or DEFAULT_CACHE, live_rows[table], override.tier is Tier.disk
         )
-        for table, override in overrides_of(declared, config).items()
+        for table, override in overrides.items()
         if override.tier in (Tier.host, Tier.disk)
     }
 

@@ -361,9 +361,8 @@ class _RowBytes:
         share = sum(events.values()) / max(sum(events_of_batch.values()), 1) if events else 1.0
         by_id = []
         for table, asked in handed_out.items():
-            if asked.has_sums:
-                column_bytes = 2 * step.sent_bytes * asked.keys
-            else:
+            column_bytes = 2.0 * step.sent_bytes * asked.keys
+            if not asked.has_sums:
                 sums = rows[table] + share * asked.keys // IDS_OF_A_PART
                 column_bytes = step.sent_bytes * share * asked.keys + FP32_BYTES * sums
             by_id.append(asked.columns * column_bytes)

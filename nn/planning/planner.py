@@ -7,10 +7,10 @@ links, the hotness and optimizer state of each table, and only the kernels that 
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import torch
 from torchrec import EmbeddingBagCollection
@@ -39,7 +39,7 @@ from nn.embedding.optimizer import TableRule, with_column_cuts
 from nn.planning.advice import does_not_fit, lacks_host_memory
 from nn.planning.balance import ShardCost, balance, join_columns
 from nn.planning.exchange_choice import wanted_exchanges, with_exchanges
-from nn.planning.host_choice import movable_tables, with_host_tables
+from nn.planning.host_choice import Movable, choices
 from nn.planning.host_tables import (
     DISK_ROW_BYTES,
     check_live_rows,
@@ -97,6 +97,220 @@ class TableSharder(EmbeddingBagCollectionSharder):
         return [EmbeddingComputeKernel.FUSED.value]
 
 
+class PlanProblem:
+    """What is planned: the tables, as declared and as TorchRec takes them, the hardware, and the limits of the options.
+
+    `batch_size` is that of a rank, and `live_samples` are those of a rank's batches at work. `expansion_bytes` are by feature.
+    Raises ValueError: a wrong override.
+    """
+
+    def __init__(
+        self,
+        declared: Sequence[EmbeddingBagConfig],
+        spec: FeatureSpec,
+        config: ShardingConfig,
+        rule: TableRule,
+        hardware: Hardware,
+        batch_size: int,
+        expansion_bytes: Mapping[str, int],
+        live_samples: int,
+        traffic_of: Callable[[str], IdTraffic],
+    ) -> None:
+        self.declared, self.spec, self.config, self.rule = declared, spec, config, rule
+        self.hardware, self.batch_size, self.traffic_of = hardware, batch_size, traffic_of
+        self.ids = ids_per_sample(declared, spec)
+        self.overrides = overrides_of(declared, config)
+        self.wanted = wanted_exchanges(declared, spec, self.overrides, config.exchange)
+        self.constraints = _constraints(self)
+        self.embeddings = _embeddings(self)
+        tables_of = tables_of_feature(declared)
+        self.expansion_bytes: Counter[str] = Counter()  # by table
+        for feature, size in expansion_bytes.items():
+            self.expansion_bytes.update(dict.fromkeys(tables_of[feature], size))
+        self.live_rows = live_rows_of(declared, spec, live_samples, hardware.world_size)
+        # Those that overrides put into host memory or on disk.
+        self.chosen = chosen_host_tables(self.overrides, self.live_rows)
+        self.topology = _topology(self)
+
+
+def plan_tables(problem: PlanProblem) -> tuple[TieredPlan, list[TablePlan]]:
+    """Plan the sharding of all tables, as TorchRec's plan and as plain rows; ValueError: they do not fit."""
+    hardware = problem.hardware
+    try:
+        plan, host_tables = _plan_that_fits(problem)
+    except PlannerError as error:
+        limits = problem.embeddings, problem.config, problem.rule, hardware, problem.chosen
+        if _fits_the_devices(problem):
+            raise ValueError(lacks_host_memory(*limits)) from error
+        raise ValueError(does_not_fit(problem.expansion_bytes, error, *limits)) from error
+    check_live_rows(plan, host_tables)
+    rows = with_exchanges(
+        _table_plans(problem, plan.plan["embeddings"], host_tables),
+        problem.declared,
+        problem.spec,
+        problem.wanted,
+        problem.batch_size,
+        hardware,
+        problem.traffic_of,
+    )
+    row_tables = frozenset(row.table for row in rows if row.exchange == "rows")
+    return TieredPlan(
+        plan.plan, host_tables, row_tables, hardware.table_ranks, hardware.two_hops
+    ), rows
+
+
+def _constraints(problem: PlanProblem) -> dict[str, ParameterConstraints]:
+    """Return the layouts from which the planner may choose for each table; ValueError: an override leaves none, or names none."""
+    hardware, config = problem.hardware, problem.config
+    unknown = sorted({*config.tables} - {*tables_of_feature(problem.declared), *problem.ids})
+    if unknown:
+        raise ValueError(
+            f"sharding.tables names {', '.join(unknown)}, but the tables are "
+            f"{', '.join(problem.ids)}; correct the names"
+        )
+    mean_hotness = {feature.name: feature.mean_hotness for feature in problem.spec.categorical}
+    # A rank may have no memory, and features no ids.
+    most_bytes = max(usable_bytes(hardware, config) * CUT_ABOVE, 1)
+    most_lookups = sum(problem.ids.values()) / hardware.table_ranks or 1
+    constraints = {}
+    for table in problem.declared:
+        types = _allowed_types(problem, table)
+        # Every column shard repeats the lookup, so only tables that are hard to place on one rank are sharded by columns, for
+        # their lookups in two: quarters would take as long as halves.
+        size = bytes_of(table, problem.rule)
+        parts = max(size / most_bytes, min(problem.ids[table.name] / most_lookups, 2))
+        is_only = types == [ShardingType.column_wise]
+        may_cut = ShardingType.column_wise in types
+        width = None
+        if may_cut and (is_only or parts > 1) and problem.wanted[table.name] is not Exchange.rows:
+            width = _column_width(table.embedding_dim, parts, hardware.table_ranks)
+        if width is None and is_only:
+            raise ValueError(
+                f"sharding sets table {table.name} of {table.embedding_dim} columns to column_wise, which is for shards of a "
+                "multiple of 4 columns, and for vectors; choose another sharding type, width or exchange"
+            )
+        if width is None:
+            types = _without(types, ShardingType.column_wise)
+            assert types, "TorchRec reads an empty list as all layouts"
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=[kind.value for kind in types],
+            min_partition=width,
+            pooling_factors=[mean_hotness[feature] for feature in table.feature_names],
+        )
+    return constraints
+
+
+def _allowed_types(problem: PlanProblem, table: EmbeddingBagConfig) -> list[ShardingType]:
+    """Return the sharding types of a table that the options and its optimizer allow; ValueError: none."""
+    config, rule = problem.config, problem.rule
+    override = problem.overrides.get(table.name, TableOverride())
+    if override.type is not None:
+        types = [override.type]
+    elif problem.hardware.table_ranks == 1:
+        types = [ShardingType.table_wise]
+    elif override.tier in (Tier.host, Tier.disk):
+        types = _without(config.types, ShardingType.data_parallel) or [ShardingType.table_wise]
+    else:
+        types = _replicated_or_not(table.num_embeddings, problem.batch_size, config.types)
+    if rule.columns_may_be_cut:
+        return types
+    uncut = _without(types, ShardingType.column_wise)
+    if not uncut:
+        raise ValueError(
+            f"table {table.name} would be column_wise, but {rule.name} keeps one state per row, and a column-wise table "
+            "would have several; choose table_wise, row_wise or data_parallel, or "
+            f"optimizer.embedding_name={with_column_cuts(rule)}"
+        )
+    return uncut
+
+
+def _without(types: Sequence[ShardingType], left_out: ShardingType) -> list[ShardingType]:
+    return [kind for kind in types if kind is not left_out]
+
+
+def _replicated_or_not(
+    num_embeddings: int, batch_size: int, types: Sequence[ShardingType]
+) -> list[ShardingType]:
+    """Decide by size alone whether a table is replicated, if both is allowed.
+
+    A replicated table needs no all-to-all; its gradient joins the all-reduce of the dense gradients. TorchRec's cost model
+    does not know that this all-reduce happens anyway.
+    """
+    others = _without(types, ShardingType.data_parallel)
+    if not others or ShardingType.data_parallel not in types:
+        return list(types)
+    is_small = batch_size >= REPLICATED_FROM and num_embeddings * REPLICATED_BELOW <= batch_size
+    return [ShardingType.data_parallel] if is_small else others
+
+
+def _column_width(embedding_dim: int, parts: float, world_size: int) -> int | None:
+    """Return the columns per shard, a multiple of 4: the fewest equal shards from `parts` (and 2) up; None without such."""
+    counts = [
+        count
+        for count in range(1, world_size + 1)
+        if embedding_dim % count == 0 and (embedding_dim // count) % 4 == 0
+    ]
+    if not counts:
+        return None
+    return embedding_dim // next((count for count in counts if count >= max(parts, 2)), counts[-1])
+
+
+def _embeddings(problem: PlanProblem) -> EmbeddingBagCollection:
+    """Return the tables as TorchRec's planner takes them: on the meta device, with their optimizer, all pooled.
+
+    The planner's own module knows no lookup without pooling; `_constraints` counts what it looks up. TorchRec's own helper would
+    also create an optimizer per table, and passes arguments by torch's names, some of which FBGEMM does not accept (`betas`).
+    """
+    pooled = [replace(table, pooling=PoolingType.SUM) for table in problem.declared]
+    embeddings = EmbeddingBagCollection(tables=pooled, device=torch.device("meta"))
+    for weight in embeddings.parameters():
+        weight._optimizer_classes = [problem.rule.planner_class]
+    # Replicated tables are float32, whatever the dtype of the others.
+    for table in embeddings.embedding_bag_configs():
+        if _is_replicated(problem, table):
+            table.data_type = DataType.FP32
+            embeddings.embedding_bags[table.name].float()
+    return embeddings
+
+
+def _is_replicated(problem: PlanProblem, table: EmbeddingBagConfig) -> bool:
+    return problem.constraints[table.name].sharding_types == [ShardingType.data_parallel.value]
+
+
+def _topology(problem: PlanProblem) -> Topology:
+    """Describe the hardware to TorchRec, without the memory to keep free, and that of the host for rows of `chosen` on disk."""
+    hardware, config = problem.hardware, problem.config
+    is_cuda = hardware.device_type == "cuda"
+    usable = usable_bytes(hardware, config)
+    in_host = usable_host_bytes(hardware, config) if is_cuda else usable
+    if any(table.is_on_disk for table in problem.chosen.values()):
+        in_host = max(in_host - read_ahead_bytes(config), 0)
+    links = HardwareConfig(
+        hbm_mem_bw=HBM_BYTES_PER_MS,
+        ddr_mem_bw=HOST_BYTES_PER_MS,
+        hbm_to_ddr_mem_bw=HOST_LINK_BYTES_PER_MS,
+        intra_host_bw=config.within_gb_s * BYTES_PER_MS,
+        inter_host_bw=config.between_gb_s * BYTES_PER_MS,
+    )
+    # Passes over a row's bytes of its update: the gradient is read, the weight and its states read and written.
+    weight_bytes = min(map(weight_bytes_of, problem.embeddings.embedding_bag_configs()))
+    update_passes = 3 + 2 * problem.rule.bytes_per_element // weight_bytes
+    return TopologyFactory.create_topology(
+        TrainerConfig(
+            world_size=hardware.table_ranks,
+            local_world_size=hardware.local_table_ranks,
+            hbm_cap_bytes=usable if is_cuda else 0,
+            ddr_cap_bytes=in_host,
+        ),
+        links if is_cuda else HardwareConfig(),
+        KernelConfig(
+            compute_device=hardware.device_type,
+            bwd_compute_multiplier=update_passes,
+            use_hardware_based_bandwidth=is_cuda,
+        ),
+    )
+
+
 class TableEnumerator(EmbeddingEnumerator):
     """TorchRec's search space, with memory that TorchRec does not count, and the `costs` of the shards that were estimated.
 
@@ -105,18 +319,14 @@ class TableEnumerator(EmbeddingEnumerator):
     """
 
     def __init__(
-        self,
-        topology: Topology,
-        batch_size: int,
-        constraints: dict[str, ParameterConstraints],
-        expansion_bytes: Mapping[str, int],
-        rule: TableRule,
-        host_tables: Mapping[str, HostTable],
+        self, problem: PlanProblem, topology: Topology, host_tables: Mapping[str, HostTable]
     ) -> None:
-        super().__init__(topology=topology, batch_size=batch_size, constraints=constraints)
+        super().__init__(
+            topology=topology, batch_size=problem.batch_size, constraints=problem.constraints
+        )
         self._on_gpu = topology.compute_device == "cuda"
-        self._expansion_bytes = expansion_bytes
-        self._rule = rule
+        self._expansion_bytes = problem.expansion_bytes
+        self._rule = problem.rule
         self._host_tables = host_tables
         self.costs: dict[tuple[str, str, tuple[int, ...]], ShardCost] = {}
 
@@ -134,7 +344,7 @@ class TableEnumerator(EmbeddingEnumerator):
                 ids_ms = compute * ID_COLUMNS / (columns + ID_COLUMNS)
                 state = table_bytes(rows, columns, self._rule, weight_bytes=0)
                 size = state * (FP32_BYTES - weight_bytes) // FP32_BYTES
-                size += self._expansion_bytes.get(option.name, 0)
+                size += self._expansion_bytes[option.name]
                 shard.storage += Storage(hbm=size * self._on_gpu, ddr=size * (not self._on_gpu))
                 if option.name in self._host_tables:
                     shard.storage += self._moved(option.name, rows, columns, weight_bytes)
@@ -152,132 +362,15 @@ class TableEnumerator(EmbeddingEnumerator):
         return Storage(hbm=0, ddr=arena + in_host - full)
 
 
-def planned_tables(
-    declared: Sequence[EmbeddingBagConfig], rule: TableRule
-) -> EmbeddingBagCollection:
-    """Return the tables as TorchRec's planner takes them: on the meta device, with their optimizer, all pooled.
-
-    The planner's own module knows no lookup without pooling; `_constraints` counts what it looks up. TorchRec's own helper would
-    also create an optimizer per table, and passes arguments by torch's names, some of which FBGEMM does not accept (`betas`).
-    """
-    pooled = [replace(table, pooling=PoolingType.SUM) for table in declared]
-    embeddings = EmbeddingBagCollection(tables=pooled, device=torch.device("meta"))
-    for table in embeddings.parameters():
-        table._optimizer_classes = [rule.planner_class]
-    return embeddings
-
-
-def plan_tables(
-    declared: Sequence[EmbeddingBagConfig],
-    spec: FeatureSpec,
-    config: ShardingConfig,
-    rule: TableRule,
-    hardware: Hardware,
-    batch_size: int,
-    expansion_bytes: Mapping[str, int],
-    live_samples: int,
-    traffic_of: Callable[[str], IdTraffic],
-) -> tuple[TieredPlan, list[TablePlan]]:
-    """Plan the sharding of all tables, as TorchRec's plan and as plain rows; ValueError: they do not fit, or a wrong override."""
-    expansions: Counter[str] = Counter()
-    for feature, size in expansion_bytes.items():
-        expansions.update(dict.fromkeys(tables_of_feature(declared)[feature], size))
-    embeddings = planned_tables(declared, rule)
-    constraints = _constraints(declared, spec, config, rule, hardware, batch_size)
-    # Replicated tables are float32, whatever the dtype of the others; they are on the meta device.
-    for table in embeddings.embedding_bag_configs():
-        if constraints[table.name].sharding_types == [ShardingType.data_parallel.value]:
-            table.data_type = DataType.FP32
-            embeddings.embedding_bags[table.name].float()
-    live_rows = live_rows_of(declared, spec, live_samples, hardware.world_size)
-    chosen = chosen_host_tables(declared, config, live_rows)
-    topology = _topology(hardware, config, update_passes(embeddings, rule), chosen)
-    inputs = (batch_size, constraints, embeddings, expansions, rule)
-    planned = partial(_run_planner, topology, *inputs)
-    num_ranks = hardware.table_ranks
-    movable = partial(
-        movable_tables,
-        _candidates(declared, config, hardware, constraints),
-        partial(bytes_of, rule=rule),
-        live_rows,
-        {
-            name: num_ranks if {*(limits.sharding_types or ())} & {*ROWS_CUT} else 1
-            for name, limits in constraints.items()
-        },
-        {
-            name: batch_size * hardware.world_size * n
-            for name, n in ids_per_sample(declared, spec).items()
-        },
-        traffic_of,
-    )
-    on_device = sum(bytes_of(table, rule) for table in declared if table.name not in chosen)
-    lacking = on_device - num_ranks * usable_bytes(hardware, config)
-    in_hosts = num_ranks * usable_host_bytes(hardware, config)
-    try:
-        plan, host_tables = with_host_tables(planned, chosen, movable, lacking, in_hosts)
-    except PlannerError as error:
-        fits = _fits_the_devices(lambda more: _run_planner(more, *inputs, chosen), topology)
-        refusal = lacks_host_memory if fits else partial(does_not_fit, expansions, error)
-        raise ValueError(refusal(embeddings, config, rule, hardware, chosen)) from error
-    check_live_rows(plan, host_tables)
-    rows = with_exchanges(
-        _rows(plan, embeddings, declared, spec, rule, expansions, host_tables),
-        declared,
-        spec,
-        wanted_exchanges(declared, spec, config),
-        batch_size,
-        hardware,
-        traffic_of,
-    )
-    row_tables = frozenset(row.table for row in rows if row.exchange == "rows")
-    return TieredPlan(plan.plan, host_tables, row_tables, num_ranks, hardware.two_hops), rows
-
-
-def _fits_the_devices(planned: Callable[[Topology], ShardingPlan], topology: Topology) -> bool:
-    """Return whether tables that cannot be planned could be with plenty of memory in hosts with GPUs."""
-    plenty = deepcopy(topology)
-    if topology.compute_device == "cuda":
-        for device in plenty.devices:
-            device.storage.ddr = 2**60
-    try:
-        planned(plenty)
-    except PlannerError:
-        return False
-    return True
-
-
-def _candidates(
-    declared: Sequence[EmbeddingBagConfig],
-    config: ShardingConfig,
-    hardware: Hardware,
-    constraints: Mapping[str, ParameterConstraints],
-) -> list[EmbeddingBagConfig]:
-    """Return the tables that the planner may put into host memory."""
-    if Tier.host not in config.tiers or hardware.device_type != "cuda":
-        return []
-    kept = {name for name, override in overrides_of(declared, config).items() if override.tier}
-    replicated = [ShardingType.data_parallel.value]
-    return [
-        table
-        for table in declared
-        if table.name not in kept and constraints[table.name].sharding_types != replicated
-    ]
-
-
 def _run_planner(
-    topology: Topology,
-    batch_size: int,
-    constraints: dict[str, ParameterConstraints],
-    embeddings: EmbeddingBagCollection,
-    expansions: Mapping[str, int],
-    rule: TableRule,
-    host_tables: Mapping[str, HostTable],
+    problem: PlanProblem, topology: Topology, host_tables: Mapping[str, HostTable]
 ) -> ShardingPlan:
-    enumerator = TableEnumerator(topology, batch_size, constraints, expansions, rule, host_tables)
+    """Return the plan with some tables in host memory or on disk; PlannerError: they do not fit."""
+    enumerator = TableEnumerator(problem, topology, host_tables)
     planner = EmbeddingShardingPlanner(
         topology=topology,
-        batch_size=batch_size,
-        constraints=constraints,
+        batch_size=problem.batch_size,
+        constraints=problem.constraints,
         enumerator=enumerator,
         # `_topology` subtracts the reserve already: TorchRec's reserve has no effect on CPUs.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
@@ -286,7 +379,7 @@ def _run_planner(
     )
     # The planner takes a module that contains the tables, and names them by their path.
     holder = torch.nn.Module()
-    holder.embeddings = embeddings
+    holder.embeddings = problem.embeddings
     # The planner warns for every replicated table that it has no shards.
     logging.disable(logging.WARNING)
     try:
@@ -300,187 +393,91 @@ def _run_planner(
     return plan
 
 
-def _topology(
-    hardware: Hardware,
-    config: ShardingConfig,
-    update_passes: float,
-    chosen: Mapping[str, HostTable],
-) -> Topology:
-    """Describe the hardware to TorchRec, without the memory to keep free, and that of the host for rows of `chosen` on disk."""
-    host_room = any(table.is_on_disk for table in chosen.values()) * read_ahead_bytes(config)
-    cuda = hardware.device_type == "cuda"
-    usable = usable_bytes(hardware, config)
-    in_host = usable_host_bytes(hardware, config)
-    links = HardwareConfig(
-        hbm_mem_bw=HBM_BYTES_PER_MS,
-        ddr_mem_bw=HOST_BYTES_PER_MS,
-        hbm_to_ddr_mem_bw=HOST_LINK_BYTES_PER_MS,
-        intra_host_bw=config.within_gb_s * BYTES_PER_MS,
-        inter_host_bw=config.between_gb_s * BYTES_PER_MS,
-    )
-    return TopologyFactory.create_topology(
-        TrainerConfig(
-            world_size=hardware.table_ranks,
-            local_world_size=hardware.local_table_ranks,
-            hbm_cap_bytes=usable if cuda else 0,
-            ddr_cap_bytes=max((in_host if cuda else usable) - host_room, 0),
-        ),
-        links if cuda else HardwareConfig(),
-        KernelConfig(
-            compute_device=hardware.device_type,
-            bwd_compute_multiplier=update_passes,
-            use_hardware_based_bandwidth=cuda,
-        ),
-    )
+def _plan_that_fits(problem: PlanProblem) -> tuple[ShardingPlan, dict[str, HostTable]]:
+    """Plan with the chosen tables in host memory, or with those too that cost the least traffic; PlannerError: none fits."""
+    for host_tables in _host_tables_to_try(problem):
+        try:
+            return _run_planner(problem, problem.topology, host_tables), host_tables
+        except PlannerError as refused:
+            error = refused
+    raise error
 
 
-def _constraints(
-    declared: Sequence[EmbeddingBagConfig],
-    spec: FeatureSpec,
-    config: ShardingConfig,
-    rule: TableRule,
-    hardware: Hardware,
-    batch_size: int,
-) -> dict[str, ParameterConstraints]:
-    hotness, tables_of = ids_per_sample(declared, spec), tables_of_feature(declared)
-    of_feature = {feature.name: feature.mean_hotness for feature in spec.categorical}
-    wanted = wanted_exchanges(declared, spec, config)
-    overrides = overrides_of(declared, config)
-    unknown = sorted({*config.tables} - {*tables_of, *hotness})
-    if unknown:
-        raise ValueError(
-            f"sharding.tables names {', '.join(unknown)}, but the tables are "
-            f"{', '.join(hotness)}; correct the names"
-        )
-    # A rank may have no memory, and features no ids.
-    most_bytes = max(usable_bytes(hardware, config) * CUT_ABOVE, 1)
-    most_lookups = sum(hotness.values()) / hardware.table_ranks or 1
-    constraints = {}
-    for table in declared:
-        override = overrides.get(table.name, TableOverride())
-        chosen = override.type
-        types: list[ShardingType]
-        if chosen is not None:
-            types = [chosen]
-        elif hardware.table_ranks == 1:
-            types = [ShardingType.table_wise]
-        elif override.tier in (Tier.host, Tier.disk):
-            types = [kind for kind in config.types if kind is not ShardingType.data_parallel]
-            types = types or [ShardingType.table_wise]
-        else:
-            types = _replicated_or_not(table.num_embeddings, batch_size, config.types)
-        if not rule.columns_may_be_cut and ShardingType.column_wise in types:
-            types = [kind for kind in types if kind is not ShardingType.column_wise]
-            if not types:
-                raise ValueError(
-                    f"table {table.name} would be column_wise, but {rule.name} keeps one state per row, and a column-wise table "
-                    "would have several; choose table_wise, row_wise or data_parallel, or "
-                    f"optimizer.embedding_name={with_column_cuts(rule)}"
-                )
-        # Every column shard repeats the lookup, so only tables that are hard to place on one rank are sharded by columns, for
-        # their lookups in two: quarters would take as long as halves.
-        size = bytes_of(table, rule)
-        parts = max(size / most_bytes, min(hotness[table.name] / most_lookups, 2))
-        only = types == [ShardingType.column_wise]
-        may_cut = ShardingType.column_wise in types and wanted[table.name] is not Exchange.rows
-        cut = may_cut and (only or parts > 1)
-        width = _column_width(table.embedding_dim, parts, hardware.table_ranks) if cut else None
-        if width is None and only:
-            raise ValueError(
-                f"sharding sets table {table.name} of {table.embedding_dim} columns to column_wise, which is for shards of a "
-                "multiple of 4 columns, and for vectors; choose another sharding type, width or exchange"
+def _host_tables_to_try(problem: PlanProblem) -> Iterator[dict[str, HostTable]]:
+    yield problem.chosen
+    hardware, config = problem.hardware, problem.config
+    if Tier.host not in config.tiers or hardware.device_type != "cuda":
+        return
+    on_device = sum(
+        bytes_of(table, problem.rule)
+        for table in problem.declared
+        if table.name not in problem.chosen
+    )
+    lacking_bytes = on_device - hardware.table_ranks * usable_bytes(hardware, config)
+    host_bytes = hardware.table_ranks * usable_host_bytes(hardware, config)
+    for choice in choices(_movable_tables(problem)):
+        if choice.freed_bytes >= lacking_bytes and choice.host_bytes <= host_bytes:
+            yield {**problem.chosen, **choice.tables}
+
+
+def _movable_tables(problem: PlanProblem) -> dict[str, Movable]:
+    """Return the tables that the planner may put into host memory, with what host memory for them costs."""
+    hardware = problem.hardware
+    step_rows = problem.batch_size * hardware.world_size
+    tables = {}
+    for table in problem.declared:
+        override = problem.overrides.get(table.name, TableOverride())
+        if override.tier is None and not _is_replicated(problem, table):
+            rows, traffic = table.num_embeddings, problem.traffic_of(table.name)
+            types = problem.constraints[table.name].sharding_types or ()
+            shards = hardware.table_ranks if {*types} & {*ROWS_CUT} else 1
+            tables[table.name] = Movable(
+                rows=rows,
+                live_rows=problem.live_rows[table.name],
+                row_bytes=bytes_of(table, problem.rule) / rows,
+                ids=step_rows * problem.ids[table.name] / (1 + traffic.drawn),
+                traffic=traffic,
+                shard_rows=max(rows // shards, 1),
             )
-        if width is None:
-            types = [kind for kind in types if kind is not ShardingType.column_wise]
-            assert types, "TorchRec reads an empty list as all layouts"
-        constraints[table.name] = ParameterConstraints(
-            sharding_types=[kind.value for kind in types],
-            min_partition=width,
-            pooling_factors=[of_feature[feature] for feature in table.feature_names],
-        )
-    return constraints
+    return tables
 
 
-def _replicated_or_not(
-    num_embeddings: int, batch_size: int, types: Sequence[ShardingType]
-) -> list[ShardingType]:
-    """Decide by size alone whether a table is replicated, if both is allowed.
-
-    A replicated table needs no all-to-all; its gradient joins the all-reduce of the dense gradients. TorchRec's cost model
-    does not know that this all-reduce happens anyway.
-    """
-    rest: list[ShardingType] = [kind for kind in types if kind is not ShardingType.data_parallel]
-    if not rest or len(rest) == len(types):
-        return list(types)
-    is_small = batch_size >= REPLICATED_FROM and num_embeddings * REPLICATED_BELOW <= batch_size
-    return [ShardingType.data_parallel] if is_small else rest
+def _fits_the_devices(problem: PlanProblem) -> bool:
+    """Return whether tables that cannot be planned could be with plenty of memory in hosts with GPUs."""
+    plenty = deepcopy(problem.topology)
+    if plenty.compute_device == "cuda":
+        for device in plenty.devices:
+            device.storage.ddr = 2**60
+    try:
+        _run_planner(problem, plenty, problem.chosen)
+    except PlannerError:
+        return False
+    return True
 
 
-def _column_width(embedding_dim: int, parts: float, world_size: int) -> int | None:
-    """Return the columns per shard, a multiple of 4: the fewest equal shards from `parts` (and 2) up; None without such."""
-    counts = [
-        count
-        for count in range(1, world_size + 1)
-        if embedding_dim % count == 0 and (embedding_dim // count) % 4 == 0
-    ]
-    if not counts:
-        return None
-    return embedding_dim // next((count for count in counts if count >= max(parts, 2)), counts[-1])
-
-
-def update_passes(embeddings: EmbeddingBagCollection, rule: TableRule) -> float:
-    """Return the passes over a row's bytes of its update: the gradient is read, the weight and its states read and written."""
-    weight_bytes = min(map(weight_bytes_of, embeddings.embedding_bag_configs()))
-    return 3 + 2 * rule.bytes_per_element // weight_bytes
-
-
-def _rows(
-    plan: ShardingPlan,
-    embeddings: EmbeddingBagCollection,
-    declared: Sequence[EmbeddingBagConfig],
-    spec: FeatureSpec,
-    rule: TableRule,
-    expansion_bytes: Mapping[str, int],
-    host_tables: Mapping[str, HostTable],
+def _table_plans(
+    problem: PlanProblem, plan: Mapping[str, Any], host_tables: Mapping[str, HostTable]
 ) -> list[TablePlan]:
-    hotness, vectors = ids_per_sample(declared, spec), vectors_per_sample(declared, spec)
+    """Return TorchRec's `ParameterSharding` of each table as plain values."""
+    vectors = vectors_per_sample(problem.declared, problem.spec)
     rows = []
-    for table in embeddings.embedding_bag_configs():
-        sharding = plan.plan["embeddings"][table.name]
-        used: dict[int, int] = {}
-        below: dict[int, int] = {}
-        slots = 0
-        if sharding.sharding_spec is None:
-            used = dict.fromkeys(sharding.ranks, bytes_of(table, rule))
-        else:
-            for shard in sharding.sharding_spec.shards:
-                rank = shard.placement.rank()
-                num_rows, columns = shard.shard_sizes
-                weight_bytes = weight_bytes_of(table)
-                size = table_bytes(num_rows, columns, rule, weight_bytes=weight_bytes)
-                if table.name in host_tables:
-                    below[rank] = below.get(rank, 0) + size
-                    host_table = host_tables[table.name]
-                    slots += host_table.slots(num_rows)
-                    size = arena_bytes(
-                        num_rows, host_table, columns, rule, weight_bytes=weight_bytes
-                    )
-                used[rank] = used.get(rank, 0) + size
-        tier = Tier.device
-        if below:
-            tier = Tier.disk if host_tables[table.name].is_on_disk else Tier.host
+    for table in problem.embeddings.embedding_bag_configs():
+        sharding, host_table = plan[table.name], host_tables.get(table.name)
+        on_device, below, slots = _bytes_by_rank(table, sharding, problem.rule, host_table)
+        is_on_disk = host_table is not None and host_table.is_on_disk
+        tier = Tier.device if host_table is None else Tier.disk if is_on_disk else Tier.host
         rows.append(
             TablePlan(
                 table=table.name,
                 num_embeddings=table.num_embeddings,
                 embedding_dim=table.embedding_dim,
-                hotness=hotness[table.name],
+                hotness=problem.ids[table.name],
                 num_vectors=vectors[table.name],
                 sharding=sharding.sharding_type,
                 kernel=sharding.compute_kernel,
-                ranks=tuple(used),
-                bytes_per_rank=tuple(used.values()),
-                expansion_bytes=expansion_bytes.get(table.name, 0),
+                ranks=tuple(on_device),
+                bytes_per_rank=tuple(on_device.values()),
+                expansion_bytes=problem.expansion_bytes[table.name],
                 tier=tier.value,
                 cache_rows=slots,
                 host_bytes_per_rank=tuple(below.values()) if tier is Tier.host else (),
@@ -488,3 +485,24 @@ def _rows(
             )
         )
     return rows
+
+
+def _bytes_by_rank(
+    table: EmbeddingBagConfig, sharding: Any, rule: TableRule, host_table: HostTable | None
+) -> tuple[dict[int, int], dict[int, int], int]:
+    """Return a table's bytes on the devices, and in host memory or on disk, by rank, and the slots of its arenas."""
+    if sharding.sharding_spec is None:
+        return dict.fromkeys(sharding.ranks, bytes_of(table, rule)), {}, 0
+    on_device: Counter[int] = Counter()
+    below: Counter[int] = Counter()
+    slots = 0
+    weight_bytes = weight_bytes_of(table)
+    for shard in sharding.sharding_spec.shards:
+        rank, (num_rows, columns) = shard.placement.rank(), shard.shard_sizes
+        size = table_bytes(num_rows, columns, rule, weight_bytes=weight_bytes)
+        if host_table is not None:
+            below[rank] += size
+            slots += host_table.slots(num_rows)
+            size = arena_bytes(num_rows, host_table, columns, rule, weight_bytes=weight_bytes)
+        on_device[rank] += size
+    return on_device, below, slots

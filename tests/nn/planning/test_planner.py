@@ -23,7 +23,7 @@ from nn.build import build_plan, planned_hardware
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.embedding.optimizer import TableRule, table_rule
 from nn.planning.plan import Hardware, TablePlan, lookups_by_rank
-from nn.planning.planner import plan_tables
+from nn.planning.planner import PlanProblem, plan_tables
 from nn.planning.table_sizes import table_bytes
 from nn.tiers.traffic import IdTraffic, power_law_share
 from tests.helpers.composed import TINY, compose_config, losses_of_cases
@@ -78,7 +78,7 @@ def plan_of(
     def traffic_of(name: str) -> IdTraffic:
         return IdTraffic(power_law_share(rows_of_table[name], 0.0), rows_of_table[name])
 
-    return plan_tables(
+    problem = PlanProblem(
         tables,
         spec,
         ShardingConfig(**sharding),
@@ -89,6 +89,7 @@ def plan_of(
         3 * batch_size,
         traffic_of,
     )
+    return plan_tables(problem)
 
 
 def rows_of(*args, **changes) -> list[TablePlan]:
