@@ -162,6 +162,11 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def refuse(mistake: object, message: str) -> None:
+    """Raise `ValueError` if there is a mistake, such as two options that exclude each other."""
+    require(not mistake, message)
+
+
 def require_rate(name: str, rate: float) -> None:
     """Raise `ValueError` unless `rate`, of the option `name`, is a dropout rate."""
     check_bounds(name, rate, {"ge": 0, "lt": 1}, float)

@@ -5,7 +5,6 @@ text given to `option` beside each name. `main.command` turns the composed yaml 
 so every check here runs before a file is opened or a process group exists.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, StrEnum
 from functools import cache
@@ -32,6 +31,7 @@ from configs.options import (
     is_file_name,
     is_import_path,
     option,
+    refuse,
     require,
 )
 
@@ -134,15 +134,17 @@ class SyntheticConfig(Section):
                 name in self.tables and self.history.count(name) == 1,
                 f"data.synthetic.history has '{name}'; want names of data.synthetic.names, each once",
             )
+        if not self.history:
+            return
         made = ["history", "hist_time", *(f"hist_{name}" for name in self.history)]
-        for name in made if self.history else ():
+        for name in made:
             require(
                 name not in self.tables and made.count(name) == 1,
                 f"data.synthetic.names: data.synthetic.history={self.history} makes a column '{name}'; "
                 "rename the one of that name",
             )
         require(
-            not self.history or self.history_length < self.history_max_length,
+            self.history_length < self.history_max_length,
             f"data.synthetic.history_length={self.history_length:g} is not below "
             f"data.synthetic.history_max_length={self.history_max_length}; lower it",
         )
@@ -213,20 +215,20 @@ class NegativesConfig(Section):
 
     def check_relations(self) -> None:
         for declared in fields(self)[1:]:
-            require(
-                bool(self.features) or getattr(self, declared.name) == declared.default,
+            refuse(
+                getattr(self, declared.name) != declared.default and not self.features,
                 f"data.negatives.{declared.name} has no effect without data.negatives.features, the features of the item",
             )
-        require(
-            self.rule is DrawRule.frequency or len(self.features) == 1,
+        refuse(
+            self.rule is DrawRule.uniform and len(self.features) != 1,
             f"data.negatives.rule=uniform draws ids of one feature, got features={self.features}; set rule=frequency",
         )
-        require(
-            len({*self.features}) == len(self.features),
+        refuse(
+            len({*self.features}) < len(self.features),
             f"data.negatives.features={self.features} names a feature twice; name each once, the item first",
         )
-        require(
-            self.history not in self.features,
+        refuse(
+            self.history in self.features,
             f"data.negatives.history={self.history} is one of data.negatives.features; name a feature with a list of other items",
         )
 
@@ -280,8 +282,8 @@ class DataConfig(Section):
     synthetic: SyntheticConfig = MISSING
 
     def check_relations(self) -> None:
-        require(
-            self.path is not None or bool(self.synthetic.cardinalities),
+        refuse(
+            self.path is None and not self.synthetic.cardinalities,
             "no data: set data.path to a dataset directory, or data.synthetic.cardinalities",
         )
 
@@ -359,8 +361,8 @@ class ModelConfig(Section):
             isinstance(self.event_weights, dict),
             f"model.event_weights must map sequence groups to numbers, such as {{tags: tag_weight}}, got {self.event_weights}",
         )
-        require(
-            not self.event_weights or self.sequence_pooling in ("sum", "mean"),
+        refuse(
+            self.event_weights and self.sequence_pooling not in ("sum", "mean"),
             f"model.event_weights weighs sums and means, and model.sequence_pooling={self.sequence_pooling.value} is none; "
             "leave one of them out",
         )
@@ -432,30 +434,32 @@ class OptimizerConfig(Section):
     ftrl_beta: float = option(1.0, "ftrl's beta, added to the root of the sum of squares", gt=0)
 
     def check_relations(self) -> None:
-        require(
-            self.name not in table_optimizers() or self.name in list(OptimizerName),
+        refuse(
+            self.name in table_optimizers() and self.name not in list(OptimizerName),
             f"optimizer.name={self.name}: {self.name} trains tables only; set optimizer.embedding_name={self.name}, and "
             "another optimizer.name",
         )
-        self.name = _check_optimizer_name("optimizer.name", self.name, list(OptimizerName))
-        if self.embedding_name is not None:
-            self.embedding_name = _check_optimizer_name(
-                "optimizer.embedding_name", self.embedding_name, table_optimizers()
-            )
-        require(
-            self.table_name != OptimizerName.lamb,
+        for key, known in (("name", [*OptimizerName]), ("embedding_name", table_optimizers())):
+            name = getattr(self, key)
+            if name is not None:
+                require(
+                    name in known or is_import_path(name),
+                    f"optimizer.{key}: Invalid value '{name}', expected one of [{', '.join(known)}], or package.module:NAME",
+                )
+                setattr(self, key, str(name))
+        refuse(
+            self.table_name == OptimizerName.lamb,
             "optimizer.name=lamb trains the dense component only; set optimizer.embedding_name to another one for the tables",
         )
         self._check_embedding_options()
         self._check_dense_options()
-        ignored = [
-            name for name, default in FTRL_DEFAULTS.items() if getattr(self, name) != default
-        ]
-        require(
-            not ignored or self.table_name == "ftrl" or is_import_path(self.table_name),
-            f"optimizer.{''.join(ignored[:1])} is of ftrl, and tables with {self.table_name} would ignore it; set "
-            "optimizer.embedding_name=ftrl, or leave it out",
-        )
+        if self.table_name != "ftrl" and not is_import_path(self.table_name):
+            for name, default in FTRL_DEFAULTS.items():
+                require(
+                    getattr(self, name) == default,
+                    f"optimizer.{name} is of ftrl, and tables with {self.table_name} would ignore it; set "
+                    "optimizer.embedding_name=ftrl, or leave it out",
+                )
 
     def _check_embedding_options(self) -> None:
         """Refuse values that are no numbers, or outside the bounds of the option that they replace."""
@@ -472,25 +476,25 @@ class OptimizerConfig(Section):
                 isinstance(value, int | float) and not isinstance(value, bool),
                 f"{key} must be a number, got {value}",
             )
-            require(name != "table_lr", f"{key} is optimizer.embedding_lr; set that")
-            require(name != "nesterov" or value in (0, 1), f"{key} must be 0 or 1, got {value}")
+            refuse(name == "table_lr", f"{key} is optimizer.embedding_lr; set that")
+            refuse(name == "nesterov" and value not in (0, 1), f"{key} must be 0 or 1, got {value}")
             if name in known:
                 check_bounds(key, value, known[name][1], float)
 
     def _check_dense_options(self) -> None:
         """Refuse options that the dense component's optimizer would ignore; one outside the project may read any."""
-        own_rule = is_import_path(self.name)
-        require(
-            self.momentum == 0 or self.name == OptimizerName.sgd or own_rule,
+        is_built_in = not is_import_path(self.name)
+        refuse(
+            self.momentum > 0 and self.name != OptimizerName.sgd and is_built_in,
             f"optimizer.momentum={self.momentum} is of sgd, and optimizer.name={self.name} would ignore it; set "
             "optimizer.name=sgd (the tables' optimizer is optimizer.embedding_name), or optimizer.momentum=0",
         )
-        require(
-            not self.nesterov or self.momentum > 0,
+        refuse(
+            self.nesterov and self.momentum == 0,
             "optimizer.nesterov=true without optimizer.momentum does nothing; set optimizer.momentum too, such as 0.9",
         )
-        require(
-            self.weight_decay == 0 or self.name in ("adam", "lion", "lamb") or own_rule,
+        refuse(
+            self.weight_decay > 0 and self.name not in ("adam", "lion", "lamb") and is_built_in,
             f"optimizer.weight_decay={self.weight_decay} is of adam (AdamW), lion and lamb, and optimizer.name={self.name} "
             "would ignore it; set optimizer.name=adam (the tables' optimizer is optimizer.embedding_name), or "
             "optimizer.weight_decay=0",
@@ -524,14 +528,6 @@ PLAIN_SGD: dict[Component, dict[str, Any]] = {
 """Options of a component that is not trained."""
 
 
-def _check_optimizer_name(key: str, name: str, known: Sequence[str]) -> str:
-    require(
-        name in known or is_import_path(name),
-        f"{key}: Invalid value '{name}', expected one of [{', '.join(known)}], or package.module:NAME",
-    )
-    return str(name)
-
-
 POLYNOMIAL_POWER = 2.0
 
 
@@ -555,11 +551,11 @@ class SchedulerConfig(Section):
     )
 
     def check_relations(self) -> None:
-        require(
-            self.decay is not DecayShape.cosine or self.decay_start_step is not None,
-            "scheduler.decay=cosine never begins: set scheduler.decay_start_step and scheduler.decay_steps too",
-        )
         if self.decay_start_step is None:
+            refuse(
+                self.decay is DecayShape.cosine,
+                "scheduler.decay=cosine never begins: set scheduler.decay_start_step and scheduler.decay_steps too",
+            )
             require(
                 self.decay_steps == 0,
                 f"scheduler.decay_steps={self.decay_steps} never begins: set "
@@ -625,36 +621,37 @@ class TrainConfig(Section):
     )
 
     def check_relations(self) -> None:
-        require(
-            self.fp8 is Fp8.off or self.amp is Amp.bf16,
+        is_in_8_bits, keeps_dense = self.fp8 is not Fp8.off, Component.dense in self.freeze
+        refuse(
+            is_in_8_bits and self.amp is not Amp.bf16,
             f"train.fp8={self.fp8.value} needs train.amp=bf16 for all other operations, got train.amp={self.amp.value}; set "
             "train.amp=bf16, or train.fp8=off",
         )
-        require(
-            self.accumulate <= self.batch_size,
+        refuse(
+            self.accumulate > self.batch_size,
             f"train.accumulate={self.accumulate} is more than the rows of train.batch_size={self.batch_size}",
         )
-        require(
-            self.fp8 is Fp8.off or self.accumulate == 1,
+        refuse(
+            is_in_8_bits and self.accumulate != 1,
             f"train.fp8={self.fp8.value} scales by the largest values of complete batches, and train.accumulate="
             f"{self.accumulate} takes them in chunks; set one of the two",
         )
-        require(
-            self.fp8 is Fp8.off or Component.dense not in self.freeze,
+        refuse(
+            is_in_8_bits and keeps_dense,
             f"train.fp8={self.fp8.value} trains wide layers of the dense component in 8 bits, and train.freeze keeps them as "
             "they are; set train.fp8=off, or train it",
         )
-        require(
-            not set(Component) <= set(self.freeze),
+        refuse(
+            keeps_dense and Component.tables in self.freeze,
             "train.freeze names both components, so nothing would be trained; freeze one, or set mode=eval",
         )
-        require(
-            self.clip_norm is None or Component.dense not in self.freeze,
+        refuse(
+            self.clip_norm is not None and keeps_dense,
             f"train.clip_norm={self.clip_norm} clips the gradient of the dense component, which train.freeze keeps from "
             "being trained; set train.clip_norm=null, or train it",
         )
-        require(
-            self.ema_decay is None or Component.dense not in self.freeze,
+        refuse(
+            self.ema_decay is not None and keeps_dense,
             f"train.ema_decay={self.ema_decay} averages the weights of the dense component, which train.freeze keeps as they "
             "are; set train.ema_decay=null, or train it",
         )
@@ -722,18 +719,20 @@ class TaskConfig:
             )
         made = cls(**values)
         check_section(made, where)
-        require(
-            made.focal_alpha is None or made.positive_weight == 1,
+        refuse(
+            made.focal_alpha is not None and made.positive_weight != 1,
             f"{where}: focal_alpha and positive_weight both weigh positive rows; set one of them",
         )
-        require(
-            made.teacher is None or (made.positive_weight, made.keep_rate) == (1, None),
-            f"{where}: a teacher's scores are probabilities, and positive_weight and keep_rate let logits be others; leave one "
-            "of the two out",
-        )
-        for name in ("teacher_weight", "teacher_temperature"):
+        if made.teacher is not None:
             require(
-                made.teacher is not None or name not in values,
+                made.positive_weight == 1 and made.keep_rate is None,
+                f"{where}: a teacher's scores are probabilities, and positive_weight and keep_rate let logits be others; leave one "
+                "of the two out",
+            )
+            return made
+        for name in ("teacher_weight", "teacher_temperature"):
+            refuse(
+                name in values,
                 f"{where}.{name} has no effect without {where}.teacher, the column of a teacher's scores",
             )
         return made
@@ -849,6 +848,27 @@ class TableOverride:
     cache: float | None = None
     exchange: Exchange | None = None
 
+    @classmethod
+    def of(cls, table: str, values: dict[Any, Any]) -> "TableOverride":
+        """Return the checked override of a table; ValueError names the table and what is wrong."""
+        where = f"sharding.tables.{table}"
+        try:
+            made: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+        except OmegaConfBaseException as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{where}: {reason}; want type, tier, cache or exchange") from None
+        has_arena = made.tier in (Tier.host, Tier.disk)
+        require(
+            made.cache is None or (has_arena and 0 < made.cache <= 1),
+            f"{where}.cache={made.cache}: want a fraction of rows in (0, 1], with tier: host or disk",
+        )
+        refuse(
+            has_arena and made.type is ShardingType.data_parallel,
+            f"{where} is data_parallel with tier: {made.tier}; a replicated table lies on every device, so choose "
+            "another sharding type or tier: device",
+        )
+        return made
+
 
 DEFAULT_CACHE = 0.1
 """Fraction of the rows of a table in host memory or on disk for which the device has room, unless an override sets it."""
@@ -935,7 +955,7 @@ class ShardingConfig(Section):
             f"sharding.tables must map tables to sharding types, such as {{cat_0: row_wise}}, got {overrides}",
         )
         self.tables = {
-            table: _table_override(table, of) if isinstance(of, dict) else _type_of(table, of)
+            table: TableOverride.of(table, of) if isinstance(of, dict) else _type_of(table, of)
             for table, of in overrides.items()
         }
         require(
@@ -943,33 +963,30 @@ class ShardingConfig(Section):
             f"sharding.tiers={[tier.value for tier in self.tiers]} must name device; {{cat_0: {{tier: host}}}} in "
             "sharding.tables puts a table into host memory",
         )
-        require(
-            Tier.disk not in self.tiers,
+        refuse(
+            Tier.disk in self.tiers,
             "sharding.tiers names disk, which the planner does not choose; name the tables in sharding.tables, as "
             "{cat_0: {tier: disk}}",
         )
-        require(
-            not self.two_hops or self.group_size is None,
+        refuse(
+            self.two_hops and self.group_size is not None,
             f"sharding.two_hops=true shards the tables over all ranks, and sharding.group_size={self.group_size} over groups "
             "that hold the same ones; set one of them",
         )
-        on_disk = [
-            table
-            for table, override in self.tables.items()
-            if isinstance(override, TableOverride) and override.tier is Tier.disk
-        ]
-        require(
-            not on_disk or self.disk_path is not None,
-            f"sharding.tables puts {''.join(on_disk[:1])} on disk; set sharding.disk_path to a directory on a local disk",
-        )
-        require(
-            self.read_ahead_gib >= LEAST_GIB,
+        for table, override in self.tables.items():
+            is_on_disk = isinstance(override, TableOverride) and override.tier is Tier.disk
+            refuse(
+                is_on_disk and self.disk_path is None,
+                f"sharding.tables puts {table} on disk; set sharding.disk_path to a directory on a local disk",
+            )
+        refuse(
+            self.read_ahead_gib < LEAST_GIB,
             f"sharding.read_ahead_gib={self.read_ahead_gib} leaves under a KiB for rows of tables with tier: disk",
         )
         for name in ("hbm_gib", "host_gib"):
             value = getattr(self, name)
-            require(
-                value is None or value * (1 - self.reserve) >= LEAST_GIB,
+            refuse(
+                value is not None and value * (1 - self.reserve) < LEAST_GIB,
                 f"sharding.{name}={value} less sharding.reserve={self.reserve} leaves under a KiB for tables",
             )
 
@@ -981,29 +998,6 @@ def _type_of(table: str, kind: Any) -> ShardingType:
         f"{', '.join(each.name for each in ShardingType)}",
     )
     return ShardingType[kind]
-
-
-def _table_override(table: str, values: dict[Any, Any]) -> TableOverride:
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(TableOverride), values)
-        override: Any = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(
-            f"sharding.tables.{table}: {reason}; want type, tier, cache or exchange"
-        ) from None
-    tier, cache = override.tier, override.cache
-    has_arena = tier in (Tier.host, Tier.disk)
-    require(
-        cache is None or (has_arena and 0 < cache <= 1),
-        f"sharding.tables.{table}.cache={cache}: want a fraction of rows in (0, 1], with tier: host or disk",
-    )
-    require(
-        not (has_arena and override.type is ShardingType.data_parallel),
-        f"sharding.tables.{table} is data_parallel with tier: {tier}; a replicated table lies on every device, so choose "
-        "another sharding type or tier: device",
-    )
-    return override
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1059,35 +1053,33 @@ class CheckpointConfig(Section):
     )
 
     def check_relations(self) -> None:
-        require(
-            self.mirror is None or "://" in self.mirror,
+        refuse(
+            self.mirror is not None and "://" not in self.mirror,
             f"checkpoint.mirror={self.mirror} is no address of an object store; write it as s3://BUCKET/FOLDER, or copy a "
             "directory by other means",
         )
-        require(
-            self.save or self.delta_every is None,
+        refuse(
+            self.delta_every is not None and not self.save,
             f"checkpoint.delta_every={self.delta_every} writes deltas, which begin at a checkpoint, and checkpoint.save=false "
             "saves none; leave one of them out",
         )
         dtype = None if self.delta_dtype is DeltaType.table else self.delta_dtype.value
         for name, value in (("delta_dtype", dtype), ("delta_keep", self.delta_keep)):
-            require(
-                value is None or self.delta_every is not None,
+            refuse(
+                value is not None and self.delta_every is None,
                 f"checkpoint.{name}={value} is of deltas, and checkpoint.delta_every=null writes none; set that too",
             )
         others = self.restore_tables = {} if self.restore_tables is None else self.restore_tables
+        are_paths = isinstance(others, dict) and {*map(type, others.values())} == {str}
         is_beside = self.restore is not None and CheckpointPart.tables in self.parts
         require(
-            others == {}
-            or (is_beside and isinstance(others, dict) and {*map(type, others.values())} == {str}),
+            others == {} or (are_paths and is_beside),
             f"checkpoint.restore_tables={others}: want checkpoints by table, such as {{cat_0: PATH}}, beside checkpoint.restore "
             "and with tables in checkpoint.parts",
         )
-        components = {CheckpointPart.dense, CheckpointPart.tables}
-        names = "[" + ", ".join(part.name for part in self.parts) + "]"
-        require(
-            CheckpointPart.optimizer not in self.parts or components <= set(self.parts),
-            f"checkpoint.parts={names} loads the optimizers' state without the weights it belongs to; "
+        refuse(
+            self.takes_optimizer and self.components != {*Component},
+            f"checkpoint.parts=[{', '.join(self.parts)}] loads the optimizers' state without the weights it belongs to; "
             "name dense and tables too, or leave optimizer out",
         )
 
@@ -1147,12 +1139,12 @@ class LogConfig(Section):
         for name in self.observers:
             require(is_import_path(name), f"log.observers names {name}, no package.module:NAME")
             require(self.observers.count(name) == 1, f"log.observers names {name} twice")
-        require(
-            self.prometheus is None or self.prometheus.endswith(".prom"),
+        refuse(
+            self.prometheus is not None and not self.prometheus.endswith(".prom"),
             f"log.prometheus={self.prometheus}: the textfile collector reads files NAME.prom alone; name it so",
         )
         for name in ("mlperf_org", "mlperf_platform"):
-            require(getattr(self, name) != "", f"log.{name} is empty; name it, or leave it out")
+            refuse(getattr(self, name) == "", f"log.{name} is empty; name it, or leave it out")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1228,81 +1220,84 @@ class Config(Section):
             is_file_name(self.recipe),
             f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",
         )
-        require(
-            self.tasks is None or isinstance(self.tasks, dict),
+        refuse(
+            self.tasks is not None and not isinstance(self.tasks, dict),
             f"tasks must map labels to options, such as {{click: {{weight: 2}}}}, got {self.tasks}",
         )
         self.tasks = self.tasks or None
         taught = [name for name, of in self.task_options.items() if of.teacher is not None]
-        require(
-            not (taught and self.data.negatives.features),
+        refuse(
+            taught and self.data.negatives.features,
             f"tasks.{', '.join(taught)}.teacher has scores of the rows of the dataset, and data.negatives adds others; leave "
             "one of them out",
         )
         self._check_day()
         self._check_watch()
-        require(
-            self.eval.patience is None or self.checkpoint.save,
+        refuse(
+            self.eval.patience is not None and not self.checkpoint.save,
             f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
             "set checkpoint.save=true, or eval.patience=null",
         )
         self._check_mlperf()
         self._check_predict()
 
-    def _check_watch(self) -> None:
-        """Refuse options that rows without an end do not go with."""
-        data = self.data
-        is_as_read = data.validation_fraction is None and not data.negatives.features
-        has_ends = self.train.epochs != 1 or self.eval.every is None
-        for is_met, wanted in (
-            (data.path is not None, "data.path"),
-            (data.shuffle_block == 0, "data.shuffle_block=0, as its rows keep their order"),
-            (not has_ends, "train.epochs=1 and eval.every, as its rows have no end"),
-            (is_as_read, "neither data.validation_fraction nor data.negatives"),
-            (self.day is None and not self.log.mlperf, "neither day nor log.mlperf"),
-        ):
-            is_watched = data.watch_dir is not None and self.mode is Mode.train
-            require(is_met or not is_watched, f"data.watch_dir={data.watch_dir} wants {wanted}")
-
     def _check_day(self) -> None:
-        require(
-            not self.days or (self.day is not None and self.data.path is None),
+        refuse(
+            self.days and (self.day is None or self.data.path is not None),
             "days names several datasets; set day=next, and leave data.path out",
         )
-        require(
-            self.watch_days is None or (bool(self.days) and self.watch_days > 0),
+        refuse(
+            self.watch_days is not None and (not self.days or self.watch_days <= 0),
             f"watch_days={self.watch_days}: want seconds above 0, and days; set both, or leave it out",
         )
         if self.day is None or self.mode is not Mode.train:
             return
-        has_run = self.run_dir is not None and (self.data.path is not None or bool(self.days))
-        for is_given, problem in (
+        require(
+            self.run_dir is not None and (self.data.path is not None or bool(self.days)),
+            "day=next continues a run on the data of its next day; set run_dir and data.path, or days",
+        )
+        require(self.checkpoint.save, "day=next resumes from checkpoints; set checkpoint.save=true")
+        refuse(self.log.mlperf, "day=next is none of MLPerf's trainings; set log.mlperf=false")
+        refuse(
+            self.data.multi_hot.hotness is not None,
+            "day=next keeps the ids of all rows, and data.multi_hot draws others for larger tables; leave one of them out",
+        )
+
+    def _check_watch(self) -> None:
+        """Refuse options that rows without an end do not go with."""
+        data = self.data
+        if data.watch_dir is None or self.mode is not Mode.train:
+            return
+        for is_met, wanted in (
+            (data.path is not None, "data.path"),
+            (data.shuffle_block == 0, "data.shuffle_block=0, as its rows keep their order"),
             (
-                has_run,
-                "continues a run on the data of its next day; set run_dir and data.path, or days",
+                self.train.epochs == 1 and self.eval.every is not None,
+                "train.epochs=1 and eval.every, as its rows have no end",
             ),
-            (self.checkpoint.save, "resumes from checkpoints; set checkpoint.save=true"),
-            (not self.log.mlperf, "is none of MLPerf's trainings; set log.mlperf=false"),
             (
-                self.data.multi_hot.hotness is None,
-                "keeps the ids of all rows, and data.multi_hot draws others for larger tables; leave one of them out",
+                data.validation_fraction is None and not data.negatives.features,
+                "neither data.validation_fraction nor data.negatives",
             ),
+            (self.day is None and not self.log.mlperf, "neither day nor log.mlperf"),
         ):
-            require(is_given, f"day=next {problem}")
+            require(is_met, f"data.watch_dir={data.watch_dir} wants {wanted}")
 
     def _check_mlperf(self) -> None:
         """Refuse a log of a benchmark for a run that cannot be one: it is HSTU or DCNv2, one epoch and a target."""
+        if not self.log.mlperf:
+            return
         for key, got, wanted in (
             ("model.name", self.model.name, ("hstu", "dcnv2")),
             ("train.epochs", self.train.epochs, (1,)),
         ):
             require(
-                not self.log.mlperf or got in wanted,
+                got in wanted,
                 f"log.mlperf=true is the log of MLPerf's dlrmv4 or dlrm_dcnv2, which wants {key}="
                 f"{' or '.join(map(str, wanted))}, got {got}; change it, or set log.mlperf=false",
             )
         require(
-            not self.log.mlperf or self.eval.auc_threshold is not None,
+            self.eval.auc_threshold is not None,
             "log.mlperf=true needs the AUC that ends the run: set eval.auc_threshold (MLPerf's is 0.75 of hstu, 0.80275 of "
             "dcnv2)",
         )
@@ -1333,8 +1328,8 @@ class Config(Section):
             "source names raw files, and fitted the dataset whose fit transforms them; set both, or data.path to score a "
             "dataset",
         )
-        require(
-            self.source is None or self.predict.split is None,
+        refuse(
+            self.source is not None and self.predict.split is not None,
             f"source={self.source} and predict.split={self.predict.split} exclude each other: predict.split is of rows that "
             "are a dataset already; leave one of them out",
         )

@@ -309,12 +309,10 @@ def test_any_bounds_of_a_model_of_the_user_hold(options, message):
 
 
 def test_every_check_is_tried():
-    """Every `require` has a case, so a message that cannot be formatted is noticed."""
+    """Every `require` and `refuse` has a case, so a message that cannot be formatted is noticed."""
     files = [ROOT / "configs" / "schema.py", *(ROOT / "nn" / "models").glob("*.py")]
     text = "\n".join(path.read_text() for path in files)
-    checks = len(
-        re.findall(r"^ +require(_widths)?\($|^ +require(_widths)?\(\S", text, re.MULTILINE)
-    )
+    checks = len(re.findall(r"^ +(?:require(?:_widths)?|refuse)\(", text, re.MULTILINE))
     assert len(REFUSED) + len(TASK_PROBLEMS) >= checks
 
 
