@@ -1,8 +1,9 @@
 """Tables in host memory or on disk: those that overrides name, the room that they need, and what a step moves of them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
@@ -72,7 +73,7 @@ def chosen_host_tables(
 
 def check_live_rows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) -> None:
     """Refuse arenas that cannot hold the rows of all live batches, and more rows than slots have bits for."""
-    rows_of_rank: dict[int, int] = {}
+    rows_of_rank = defaultdict[int, int](int)
     for name, table in host_tables.items():
         spec = plan.plan["embeddings"][name].sharding_spec
         assert spec is not None, "tables in host memory are not replicated"
@@ -93,8 +94,7 @@ def check_live_rows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) ->
                 f"{' or more' if least < 1 else ''}, lower the batch sizes, or set tier: device"
             )
         for shard in spec.shards:
-            rank = shard.placement.rank()
-            rows_of_rank[rank] = rows_of_rank.get(rank, 0) + shard.shard_sizes[0]
+            rows_of_rank[shard.placement.rank()] += shard.shard_sizes[0]
     most = max(rows_of_rank.values(), default=0)
     if most > MOST_ROWS:
         raise ValueError(
@@ -102,9 +102,6 @@ def check_live_rows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) ->
             "ranks, or raise the frequency limit of the dataset"
         )
 
-
-Members = Sequence[tuple[str, int, int]]
-"""Table, first row and number of rows of the shards that share an arena."""
 
 LINK_BYTES_PER_MS = 76e9 / 1e3
 """Bytes per millisecond that a kernel exchanges between host memory and an H200, both ways together."""
@@ -125,33 +122,29 @@ def with_expected_fetches(
 
     Rows on disk that change between two saves are expected too. Raises ValueError: `host_room` per rank for these is too little.
     """
-    fetched: dict[str, float] = {}
-    read: dict[str, float] = {}
-    changed: dict[str, float] = {}
     by_name = {table.table: table for table in tables}
-    rings = _arenas(plan)
-    buffer_rows = _buffer_rows(plan, by_name, rings, host_room)
+    fetched, read, changed = (defaultdict[str, float](float) for _ in range(3))
+    arenas = _arenas(plan)
+    buffer_rows = _buffer_rows(arenas, by_name, host_room)
 
-    def classes_of(members: Members) -> Iterator[Classes]:
-        for name, first, count in members:
-            # Rows that keep their slots.
-            share = 1 - _ring(plan, members) / max(_slots(plan, members), 1)
-            traffic, fixed = traffic_of(name), int(plan.host_tables[name].slots(count) * share)
-            ids = global_batch * by_name[name].hotness / (1 + traffic.drawn)
-            yield row_classes(traffic, first, count, fixed, ids)
+    def class_of(arena: _Arena, table: str, first: int, rows: int) -> Classes:
+        traffic, slots = traffic_of(table), plan.host_tables[table].slots(rows)
+        fixed = int(slots * (1 - arena.ring / max(arena.slots, 1)))
+        ids = global_batch * by_name[table].hotness / (1 + traffic.drawn)
+        return row_classes(traffic, first, rows, fixed, ids)
 
-    def add(members: Members, numbers: Sequence[float], found: dict[str, float]) -> None:
-        for (name, _, _), number in zip(members, numbers, strict=True):
-            found[name] = found.get(name, 0.0) + number
+    def add(found: dict[str, float], arena: _Arena, numbers: Sequence[float]) -> None:
+        for (table, _, _), number in zip(arena.shards, numbers, strict=True):
+            found[table] += number
 
-    for (rank, columns, is_on_disk), members in rings.items():
-        ring, classes = _ring(plan, members), list(classes_of(members))
-        add(members, expected_fetches(classes, ring), fetched)
-        if is_on_disk:
-            reads = expected_reads(classes, ring, buffer_rows[rank, columns], READ_AHEAD_BATCHES)
-            add(members, [READ_AHEAD_BATCHES * number for number in reads], read)
+    for key, arena in arenas.items():
+        classes = [class_of(arena, *shard) for shard in arena.shards]
+        add(fetched, arena, expected_fetches(classes, arena.ring))
+        if arena.is_on_disk:
+            reads = expected_reads(classes, arena.ring, buffer_rows[key], READ_AHEAD_BATCHES)
+            add(read, arena, [READ_AHEAD_BATCHES * number for number in reads])
             if any(reads):
-                add(members, expected_looked_up(classes, steps_between_saves), changed)
+                add(changed, arena, expected_looked_up(classes, steps_between_saves))
     return [
         replace(
             row,
@@ -164,47 +157,60 @@ def with_expected_fetches(
     ]
 
 
-def _arenas(plan: TieredPlan) -> dict[tuple[int, int, bool], Members]:
-    """Return the shards of every arena, by rank, columns, and whether they are on disk."""
-    arenas: dict[tuple[int, int, bool], Members] = {}
+@dataclass(slots=True)
+class _Arena:
+    """The shards of one width on a rank, in one tier, which share slots on the device."""
+
+    is_on_disk: bool
+    shards: list[tuple[str, int, int]] = field(default_factory=list)  # table, first row, and rows
+    rows: int = 0
+    slots: int = 0
+    live_rows: int = 0
+
+    @property
+    def ring(self) -> int:
+        """Slots whose rows change; those of the others stay."""
+        return max(self.live_rows, ring_slots(self.slots))
+
+
+_Arenas = dict[tuple[int, int, bool], _Arena]
+"""Arenas by rank, columns, and whether the rows are on disk."""
+
+
+def _arenas(plan: TieredPlan) -> _Arenas:
+    arenas: _Arenas = {}
     for name, table in plan.host_tables.items():
         spec = plan.plan["embeddings"][name].sharding_spec
         assert spec is not None, "tables in host memory are not replicated"
         for shard in spec.shards:
-            # Tables of one width share an arena.
-            key = shard.placement.rank(), shard.shard_sizes[1], table.is_on_disk
-            member = (name, shard.shard_offsets[0], shard.shard_sizes[0])
-            arenas[key] = [*arenas.get(key, []), member]
+            rank, (rows, columns) = shard.placement.rank(), shard.shard_sizes
+            key = (rank, columns, table.is_on_disk)
+            arena = arenas.setdefault(key, _Arena(table.is_on_disk))
+            arena.shards.append((name, shard.shard_offsets[0], rows))
+            arena.rows += rows
+            arena.slots += table.slots(rows)
+            arena.live_rows += min(table.live_rows, rows)
     return arenas
 
 
 def _buffer_rows(
-    plan: TieredPlan,
-    by_name: Mapping[str, TablePlan],
-    rings: Mapping[tuple[int, int, bool], Members],
-    host_room: int,
-) -> dict[tuple[int, int], int]:
-    """Return the rows on disk that host memory has room for, by rank and columns, or ValueError if the live ones do not fit."""
-    groups = {
-        (rank, columns): members
-        for (rank, columns, is_on_disk), members in rings.items()
-        if is_on_disk
-    }
-    sizes = dict.fromkeys((rank for rank, _ in groups), 0.0)
-    for (rank, _), members in groups.items():
-        sizes[rank] += sum(disk_row_bytes(by_name[name]) * count for name, _, count in members)
+    arenas: _Arenas, by_name: Mapping[str, TablePlan], host_room: int
+) -> dict[tuple[int, int, bool], int]:
+    """Return the rows on disk that host memory has room for, by arena; ValueError: the live ones do not fit."""
+    on_disk = {key: arena for key, arena in arenas.items() if arena.is_on_disk}
+    sizes = defaultdict[int, float](float)  # by rank
+    for (rank, *_), arena in on_disk.items():
+        sizes[rank] += sum(disk_row_bytes(by_name[name]) * rows for name, _, rows in arena.shards)
     buffer_rows = {}
-    for (rank, columns), members in groups.items():
-        rows = sum(count for _, _, count in members)
-        share = min(host_room / sizes[rank], 1)
-        ring = _ring(plan, members)
-        needed = min(rows, ring + sum(_live_rows(plan, name, count) for name, _, count in members))
-        buffer_rows[rank, columns] = int(rows * share)
-        if buffer_rows[rank, columns] < needed:
-            least = math.ceil(1e4 * needed / rows * sizes[rank] / 2**30) / 1e4
+    for key, arena in on_disk.items():
+        size = sizes[key[0]]
+        needed = min(arena.rows, arena.ring + arena.live_rows)
+        buffer_rows[key] = int(arena.rows * min(host_room / size, 1))
+        if buffer_rows[key] < needed:
+            least = math.ceil(1e4 * needed / arena.rows * size / 2**30) / 1e4
             raise ValueError(
-                f"sharding.read_ahead_gib={host_room / 2**30:.4g} has room for {buffer_rows[rank, columns]:,} rows of "
-                f"{members[0][0]} and others with tier: disk, and the device and the batches at work may need {needed:,}; set "
+                f"sharding.read_ahead_gib={host_room / 2**30:.4g} has room for {buffer_rows[key]:,} rows of "
+                f"{arena.shards[0][0]} and others with tier: disk, and the device and the batches at work may need {needed:,}; set "
                 f"sharding.read_ahead_gib={least:g} or more, or lower cache of these tables"
             )
     return buffer_rows
@@ -220,19 +226,6 @@ def _row_bytes(table: TablePlan, bytes_per_rank: Sequence[int]) -> float:
     return sum(bytes_per_rank) / (table.num_embeddings * shards)
 
 
-def _slots(plan: TieredPlan, members: Members) -> int:
-    return sum(plan.host_tables[name].slots(count) for name, _, count in members)
-
-
-def _ring(plan: TieredPlan, members: Members) -> int:
-    needed = sum(_live_rows(plan, name, count) for name, _, count in members)
-    return max(needed, ring_slots(_slots(plan, members)))
-
-
-def _live_rows(plan: TieredPlan, name: str, count: int) -> int:
-    return min(plan.host_tables[name].live_rows, count)
-
-
 def fetched_bytes(table: TablePlan) -> float:
     """Return the bytes that a table is expected to fetch per step from host memory, with optimizer state, over all ranks."""
     return table.fetched_rows * (
@@ -242,13 +235,11 @@ def fetched_bytes(table: TablePlan) -> float:
 
 def link_ms(tables: Sequence[TablePlan]) -> float:
     """Return the milliseconds per step in which the link of the busiest rank moves rows, if it has nothing else to do."""
-    num_bytes: dict[int, float] = {}
-    num_rows: dict[int, float] = {}
+    num_bytes, num_rows = defaultdict[int, float](float), defaultdict[int, float](float)
     for table in tables:
         for rank in table.ranks:
             share = 2 / len(table.ranks)
-            num_bytes[rank] = num_bytes.get(rank, 0.0) + share * fetched_bytes(table)
-            searches = share * table.fetched_rows * table.memories
-            num_rows[rank] = num_rows.get(rank, 0.0) + searches
-    of_bytes = [size / LINK_BYTES_PER_MS for size in num_bytes.values()]
-    return max([*of_bytes, *(count / LINK_ROWS_PER_MS for count in num_rows.values())], default=0.0)
+            num_bytes[rank] += share * fetched_bytes(table)
+            num_rows[rank] += share * table.fetched_rows * table.memories
+    bytes_ms = max(num_bytes.values(), default=0.0) / LINK_BYTES_PER_MS
+    return max(bytes_ms, max(num_rows.values(), default=0.0) / LINK_ROWS_PER_MS)
