@@ -726,8 +726,8 @@ class TaskConfig:
         if made.teacher is not None:
             require(
                 made.positive_weight == 1 and made.keep_rate is None,
-                f"{where}: a teacher's scores are probabilities, and positive_weight and keep_rate let logits be others; leave one "
-                "of the two out",
+                f"{where}: a teacher's scores are probabilities, and positive_weight and keep_rate let logits be others; "
+                "leave one of the two out",
             )
             return made
         for name in ("teacher_weight", "teacher_temperature"):

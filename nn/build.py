@@ -39,7 +39,8 @@ from nn.planning.disk_room import check_disk, disk_need
 from nn.planning.host_tables import read_ahead_bytes, with_expected_fetches
 from nn.planning.measured_rows import with_measured_rows
 from nn.planning.plan import Hardware, TablePlan
-from nn.planning.planner import PlanProblem, plan_tables
+from nn.planning.plan_problem import PlanProblem
+from nn.planning.planner import plan_tables
 from nn.planning.table_sizes import weight_bytes_of
 from nn.sharding.sharded_tables import ShardedTables
 from nn.sharding.tables import TableSettings, TieredPlan

@@ -1,16 +1,16 @@
 """The errors of tables that do not fit, with all that would help."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from torchrec import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.messages import first_line
 from configs.options import MOST_RANKS
-from configs.schema import ShardingConfig, ShardingType, Tier
+from configs.schema import ShardingType, Tier
 from nn.embedding.optimizer import TableRule, less_state
 from nn.planning.host_tables import DISK_ROW_BYTES, read_ahead_bytes
-from nn.planning.plan import Hardware
+from nn.planning.plan_problem import PlanProblem
 from nn.planning.table_sizes import (
     FP32_BYTES,
     bytes_of,
@@ -19,7 +19,6 @@ from nn.planning.table_sizes import (
     usable_host_bytes,
     weight_bytes_of,
 )
-from nn.sharding.tables import HostTable
 
 GIB = 2**30
 MORE_HOST_MEMORY = (
@@ -27,22 +26,18 @@ MORE_HOST_MEMORY = (
 )
 
 
-def does_not_fit(
-    expansion_bytes: Mapping[str, int],
-    error: Exception,
-    embeddings: EmbeddingBagCollection,
-    config: ShardingConfig,
-    rule: TableRule,
-    hardware: Hardware,
-    chosen: Mapping[str, HostTable],
-) -> str:
+def does_not_fit(problem: PlanProblem, error: Exception) -> str:
     """Return the refusal of tables that exceed the memory of the devices, or of devices and hosts together."""
+    config, hardware, chosen = problem.config, problem.hardware, problem.chosen
+    tables = problem.embeddings.embedding_bag_configs()
     sizes = {
-        table.name: device_bytes(table, rule, chosen.get(table.name))
-        + expansion_bytes.get(table.name, 0)
-        for table in embeddings.embedding_bag_configs()
+        table.name: device_bytes(table, problem.rule, chosen.get(table.name))
+        + problem.expansion_bytes[table.name]
+        for table in tables
     }
-    state = f"{rule.name} state" + " and the expansion of their ids" * bool(expansion_bytes)
+    state = f"{problem.rule.name} state"
+    if problem.expansion_bytes:
+        state += " and the expansion of their ids"
     usable = usable_bytes(hardware, config)
     total = sum(sizes.values())
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
@@ -60,7 +55,7 @@ def does_not_fit(
             remedies.append(f"{more} {enough} ranks or more")
     if several and forbidden:
         remedies.append(f"add {' or '.join(forbidden)} to sharding.types")
-    remedies += _smaller_rows(embeddings, rule)
+    remedies += _smaller_rows(tables, problem.rule)
     if Tier.host not in config.tiers and hardware.device_type == "cuda":
         remedies.append("keep large tables in host memory (sharding.tiers=[device,host])")
     remedies.append("lower model.embedding_dim")
@@ -86,19 +81,14 @@ def does_not_fit(
     )
 
 
-def lacks_host_memory(
-    embeddings: EmbeddingBagCollection,
-    config: ShardingConfig,
-    rule: TableRule,
-    hardware: Hardware,
-    chosen: Mapping[str, HostTable],
-) -> str:
+def lacks_host_memory(problem: PlanProblem) -> str:
     """Return the refusal of overrides for whose tables host memory is too small, where the devices have room."""
-    tables = embeddings.embedding_bag_configs()
+    config, hardware, chosen = problem.config, problem.hardware, problem.chosen
+    tables = problem.embeddings.embedding_bag_configs()
     sizes = {
         table.name: DISK_ROW_BYTES * table.num_embeddings
         if chosen[table.name].is_on_disk
-        else bytes_of(table, rule)
+        else bytes_of(table, problem.rule)
         for table in tables
         if table.name in chosen
     }
@@ -112,7 +102,7 @@ def lacks_host_memory(
         remedies.append("lower sharding.read_ahead_gib")
     if hardware.table_ranks > 1 and sizes[largest[0]] > usable:
         remedies.append(f"shard {largest[0]} row_wise")
-    remedies += [*(_smaller_rows(embeddings, rule) if in_host else ()), MORE_HOST_MEMORY]
+    remedies += [*(_smaller_rows(tables, problem.rule) if in_host else ()), MORE_HOST_MEMORY]
     listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest[:3])
     further = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
     read_ahead = f" and, per rank, sharding.read_ahead_gib={config.read_ahead_gib:g} for rows of tables on disk"
@@ -133,11 +123,11 @@ def _on_disk(table: str) -> str:
     return f"keep {table} on disk ({{{table}: {{tier: disk}}}} in sharding.tables, and sharding.disk_path)"
 
 
-def _smaller_rows(embeddings: EmbeddingBagCollection, rule: TableRule) -> list[str]:
+def _smaller_rows(tables: Sequence[EmbeddingBagConfig], rule: TableRule) -> list[str]:
     remedies = []
     if less_state(rule):
         names = " or ".join(less_state(rule))
         remedies.append(f"choose an optimizer with less state (optimizer.embedding_name={names})")
-    if all(weight_bytes_of(table) == FP32_BYTES for table in embeddings.embedding_bag_configs()):
+    if all(weight_bytes_of(table) == FP32_BYTES for table in tables):
         remedies.append("store weights in 16 bits (model.embedding_dtype=bf16)")
     return remedies

@@ -18,7 +18,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.embedding.multi_hot import MultiHot
 from nn.models.registry import build_meta, declared_tables
 from nn.planning.plan import Hardware, TablePlan, replicated_weights
-from nn.planning.planner import BYTES_PER_MS
+from nn.planning.plan_problem import BYTES_PER_MS
 from nn.planning.row_requests import not_requested, requests_of
 
 ID_BYTES = 4

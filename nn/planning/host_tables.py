@@ -210,8 +210,8 @@ def _buffer_rows(
             least = math.ceil(1e4 * needed / arena.rows * size / 2**30) / 1e4
             raise ValueError(
                 f"sharding.read_ahead_gib={host_room / 2**30:.4g} has room for {buffer_rows[key]:,} rows of "
-                f"{arena.shards[0][0]} and others with tier: disk, and the device and the batches at work may need {needed:,}; set "
-                f"sharding.read_ahead_gib={least:g} or more, or lower cache of these tables"
+                f"{arena.shards[0][0]} and others with tier: disk, and the device and the batches at work may need {needed:,}; "
+                f"set sharding.read_ahead_gib={least:g} or more, or lower cache of these tables"
             )
     return buffer_rows
 

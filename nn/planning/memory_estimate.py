@@ -71,6 +71,9 @@ def plan_memory(
     step = _Step(config, spec, plan, world_size)
     rows = config.train.batch_size, step.rank_rows
     lookups = [_rank_lookups(step, rank, *rows) for rank in range(step.group_size)]
+    # Weights, gradients and states, and autocast's copies.
+    weight_bytes = FP32_BYTES * (2 + dense_states) + (0 if config.train.amp is Amp.off else 2)
+    dense_half = step.model.num_parameters() * weight_bytes
     dense_pass = _dense_pass_bytes(step)
     batch_bytes, arrived_id_bytes = _batch_bytes(step, spec)
     hop_bytes = _hop_bytes(step, lookups) if config.sharding.two_hops else 0
@@ -83,7 +86,7 @@ def plan_memory(
                 tables=sum(table.bytes_per_rank[table.ranks.index(rank)] for table in held),
                 expansion=sum(table.expansion_bytes for table in held),
                 dense_tables=FP32_BYTES * replicated_weights(held),
-                dense_half=_dense_half_bytes(step, dense_states),
+                dense_half=dense_half,
                 batches=batch_bytes + arrived_bytes + _mapping_bytes(step, of_rank),
                 lookups=_lookup_bytes(step, of_rank) + hop_bytes,
                 dense_pass=dense_pass,
@@ -96,7 +99,7 @@ def plan_memory(
 
 
 class _Step:
-    """What the ranks have in common in a step: the samples of each, the model and its tables, and the bytes of a number."""
+    """Step as far as the ranks have it in common: the samples of each, the model and its tables, and the bytes of a number."""
 
     def __init__(
         self, config: Config, spec: FeatureSpec, plan: Sequence[TablePlan], world_size: int
@@ -159,11 +162,6 @@ def _numbers_per_sample(step: _Step, feature: str) -> float:
     count = step.counts[feature]
     ids = count.capacity / step.rank_rows
     return ids if count.hotness else 2 * ids + 2
-
-
-def _dense_half_bytes(step: _Step, dense_states: int) -> int:
-    copy_bytes = 0 if step.config.train.amp is Amp.off else 2
-    return step.model.num_parameters() * (FP32_BYTES * (2 + dense_states) + copy_bytes)
 
 
 def _batch_bytes(step: _Step, stored: FeatureSpec) -> tuple[int, int]:

@@ -421,7 +421,7 @@ KNOWS_RANKS = {
     "nn.distributed.link_rates",
     "nn.distributed.process_group",
     "nn.planning.balance",
-    "nn.planning.host_choice",
+    "nn.planning.plan_problem",
     "nn.sharding.sharded_tables",
     "nn.sharding.tables",
     "nn.sharding.owned_shard",

@@ -23,7 +23,8 @@ from nn.build import build_plan, planned_hardware
 from nn.embedding.declared_tables import one_table_per_feature
 from nn.embedding.optimizer import TableRule, table_rule
 from nn.planning.plan import Hardware, TablePlan, lookups_by_rank
-from nn.planning.planner import PlanProblem, plan_tables
+from nn.planning.plan_problem import PlanProblem
+from nn.planning.planner import plan_tables
 from nn.planning.table_sizes import table_bytes
 from nn.tiers.traffic import IdTraffic, power_law_share
 from tests.helpers.composed import TINY, compose_config, losses_of_cases
