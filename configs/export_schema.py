@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.options import Section, option, require
+from configs.options import Section, option, refuse, require
 from configs.schema import Component
 
 ExportFormat = StrEnum("ExportFormat", "npy safetensors tf2")
@@ -39,18 +39,18 @@ class ExportConfig(Section):
 
     def check_relations(self) -> None:
         require(bool(self.parts), "parts=[] writes nothing; name tables, dense or both")
-        only_tables = self.parts == [Component.tables]
-        require(
-            self.format is not ExportFormat.tf2 or only_tables,
+        is_tf2 = self.format is ExportFormat.tf2
+        refuse(
+            is_tf2 and self.parts != [Component.tables],
             "format=tf2 writes tables only, since the dense component of that recipe is a TensorFlow checkpoint; leave "
             "parts out",
         )
-        require(
-            Component.tables in self.parts or not (self.tables or self.fitted),
+        refuse(
+            (self.tables or self.fitted) and Component.tables not in self.parts,
             "tables and fitted are of tables, and parts leaves them out; name tables in parts",
         )
-        require(
-            self.format is not ExportFormat.tf2 or not self.tables,
+        refuse(
+            is_tf2 and self.tables,
             "format=tf2 names tables by the position of their feature, so it needs all of them: leave tables out",
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from configs.messages import shown
-from configs.options import Section, option, require
+from configs.options import Section, option, refuse, require
 from configs.schema import SyntheticConfig
 from configs.table_schema import TableConfig
 
@@ -204,8 +204,8 @@ class PreprocConfig(Section):
             require(self.source is not None, "no source: set source=FILE, the table to describe")
             self._check_files("source")
             return
-        require(
-            self.mode is not Mode.convert or self.path is not None,
+        refuse(
+            self.mode is Mode.convert and self.path is None,
             "no path: set path=DIR, the directory to convert",
         )
         require(
@@ -215,12 +215,12 @@ class PreprocConfig(Section):
             (self.mode in (Mode.transform, Mode.extend)) == (self.fitted is not None),
             "mode=transform or mode=extend and fitted=DIR go together: DIR is the dataset whose fit is applied, or extended",
         )
-        require(
-            self.mode is Mode.fit or not self.rare_counts,
+        refuse(
+            self.rare_counts and self.mode is not Mode.fit,
             f"rare_counts=true is of mode=fit, and mode={self.mode.value} has no use of it; leave it out",
         )
-        require(
-            self.mode is not Mode.extend or self.layout in (Layout.criteo, Layout.table),
+        refuse(
+            self.mode is Mode.extend and self.layout not in (Layout.criteo, Layout.table),
             f"mode=extend is for raw logs with vocabularies, not for layout={self.layout.value}; choose "
             "dataset=criteo_kaggle, criteo_1tb or any",
         )
@@ -295,18 +295,17 @@ class PreprocConfig(Section):
             )
 
     def _check_yambda(self) -> None:
-        for is_good, problem in (
-            (self.mode is Mode.fit, f"has no mode={self.mode.value}; leave it out"),
-            (
-                self.source is None or isinstance(self.source, str),
-                f"wants one directory, got source={self.source}",
-            ),
-            (
-                len(self.table_rows or []) == 11,
-                f"needs table_rows, 11 positive numbers, got {self.table_rows}",
-            ),
-        ):
-            require(is_good, f"dataset=yambda {problem}")
+        require(
+            self.mode is Mode.fit, f"dataset=yambda has no mode={self.mode.value}; leave it out"
+        )
+        require(
+            self.source is None or isinstance(self.source, str),
+            f"dataset=yambda wants one directory, got source={self.source}",
+        )
+        require(
+            len(self.table_rows or []) == 11,
+            f"dataset=yambda needs table_rows, 11 positive numbers, got {self.table_rows}",
+        )
 
     def _check_criteo(self) -> None:
         require(

@@ -528,9 +528,6 @@ PLAIN_SGD: dict[Component, dict[str, Any]] = {
 """Options of a component that is not trained."""
 
 
-POLYNOMIAL_POWER = 2.0
-
-
 @dataclass(kw_only=True, slots=True)
 class SchedulerConfig(Section):
     """Linear warm-up, hold, decay to zero; after the decay the rate stays at zero."""
@@ -547,7 +544,7 @@ class SchedulerConfig(Section):
         DecayShape.polynomial, "curve of the decay: polynomial, or cosine (half a period)"
     )
     decay_power: float = option(
-        POLYNOMIAL_POWER, "exponent of the polynomial decay", gt=0, only="decay=polynomial"
+        2.0, "exponent of the polynomial decay", gt=0, only="decay=polynomial"
     )
 
     def check_relations(self) -> None:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.options import Section, option, require
+from configs.options import Section, option, refuse, require
 
 URL = "http://127.0.0.1:8000"
 NAME = "..., its name at the server (curl URL/v2/models)"
@@ -132,12 +132,12 @@ class ServerConfig(Section):
     )
 
     def check_relations(self) -> None:
-        require(
-            self.max_memory_mib >= self.max_body_mib,
+        refuse(
+            self.max_memory_mib < self.max_body_mib,
             f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}",
         )
-        require(
-            not self.others or self.log_requests is None,
+        refuse(
+            self.others and self.log_requests is not None,
             f"log_requests={self.log_requests} is of one model, and others names further ones; start a server for each",
         )
 
@@ -186,13 +186,9 @@ class TritonConfig(Section):
     )
 
     def check_relations(self) -> None:
-        is_ensemble = self.layout is Layout.ensemble
-        require(
-            not (
-                is_ensemble
-                and self.device is Device.cuda
-                and self.dense_format is not DenseFormat.onnx
-            ),
+        is_on_gpu = self.layout is Layout.ensemble and self.device is Device.cuda
+        refuse(
+            is_on_gpu and self.dense_format is not DenseFormat.onnx,
             "layout=ensemble device=cuda: the dense model must be of dense_format=onnx",
         )
 
@@ -210,8 +206,8 @@ class RollbackConfig(Section):
     )
 
     def check_relations(self) -> None:
-        require(
-            self.version is None or self.before is None,
+        refuse(
+            self.version is not None and self.before is not None,
             "version and before are both set; version=N withdraws all after N, before=N all before it",
         )
 

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, get_args, get_origin
 
 from configs.messages import printable, shortened, shown
-from configs.options import is_file_name, is_import_path, require
+from configs.options import is_file_name, is_import_path, refuse, require
 from configs.transforms import TRANSFORMS, is_served, transform_named
 
 LINE_FORMATS = ("jsonl", "libsvm", "libffm")
@@ -456,12 +456,12 @@ class TableConfig:
         )
         for name, source in self.sources.items():
             _check_source(f"table.sources.{name}", source)
-        require(
-            bool(self.query) or len(self.sources) == 1,
+        refuse(
+            len(self.sources) != 1 and not self.query,
             f"table.query: {len(self.sources)} sources and no query; write one that joins them",
         )
-        require(
-            not self.query or bool(self.order_by),
+        refuse(
+            self.query and not self.order_by,
             "table.order_by: the rows of a query have no order; set it to columns that give one",
         )
         require(bool(self.categorical), "table.categorical: none; want at least one")
@@ -564,8 +564,8 @@ class TableConfig:
             log.source in ("", *self.sources),
             f"{where}: got source {shown(log.source)}, want one of {', '.join(map(shown, self.sources))}",
         )
-        require(
-            not log.source or log.rows == "all",
+        refuse(
+            log.source and log.rows != "all",
             f"{where}: rows: train is for events that are rows of the dataset; drop it, or source",
         )
         _check_past(where, log)
@@ -665,8 +665,8 @@ def _check_source(where: str, source: Source) -> None:
 
 
 def _check_split(split: SplitRule) -> None:
-    require(
-        split.by != "column" or bool(split.expression),
+    refuse(
+        split.by == "column" and not split.expression,
         "table.split: by column needs an expression that is 'train', 'test' or 'validation'",
     )
     require(
@@ -704,45 +704,40 @@ def check_transform(where: str, transform: Any, *, imports: bool = True) -> None
     )
     kind = {0: "no number", 1: "1 finite number"}.get(count, f"{count} numbers")
     require(good, f"{where}: transform {name} takes {kind}, got {shown(argument)}")
-    require(
-        name != "clip" or float(numbers[0] or 0) <= float(numbers[1] or 0),
+    refuse(
+        name == "clip" and float(numbers[0] or 0) > float(numbers[1] or 0),
         f"{where}: got transform clip {shown(argument)}, want the lower bound first",
     )
 
 
 def _check_categorical(where: str, feature: Categorical) -> None:
-    require(
-        bool(feature.expression) + bool(feature.cross) < 2,
-        f"{where}: an expression or a cross, not both",
-    )
-    require(
-        not feature.cross or len(feature.cross) > 1, f"{where}: a cross needs two columns or more"
-    )
+    refuse(feature.expression and feature.cross, f"{where}: an expression or a cross, not both")
+    refuse(len(feature.cross) == 1, f"{where}: a cross needs two columns or more")
     kinds = bool(feature.cross) + bool(feature.list) + bool(feature.separator)
     require(kinds < 2, f"{where}: a cross, a list or a separator, not two of them")
-    require(
-        feature.hotness is None or feature.is_list,
+    refuse(
+        feature.hotness is not None and not feature.is_list,
         f"{where}: hotness is for a list or separated text only; set list: true or separator",
     )
-    require(
-        feature.hotness is not None or (feature.take == "first" and not feature.length),
+    refuse(
+        feature.hotness is None and (feature.take != "first" or feature.length),
         f"{where}: take and length are for lists that are cut and filled; set hotness, or drop them",
     )
-    require(
-        not feature.length or (feature.hotness or 0) <= MOST_HISTORY,
+    refuse(
+        feature.length and (feature.hotness or 0) > MOST_HISTORY,
         f"{where}: got hotness {feature.hotness} and a length, which is a number of float16; want at most {MOST_HISTORY:,}",
     )
-    vocabulary = feature.max_size is not None or feature.frequency_limit is not None
-    require(
-        feature.buckets is None or not vocabulary,
+    has_limits = feature.max_size is not None or feature.frequency_limit is not None
+    refuse(
+        feature.buckets is not None and has_limits,
         f"{where}: buckets have no vocabulary; drop frequency_limit and max_size, or buckets",
     )
     require(
         feature.is_dynamic == (feature.capacity is not None),
         f"{where}: vocabulary: dynamic and capacity, the rows of its table, belong together; set both, or none",
     )
-    require(
-        not feature.is_dynamic or not (vocabulary or feature.buckets),
+    refuse(
+        feature.is_dynamic and (has_limits or feature.buckets),
         f"{where}: vocabulary: dynamic has no limits and no buckets; drop frequency_limit, max_size and buckets",
     )
 
@@ -827,8 +822,6 @@ def _checked(declared: Field[Any], value: Any, where: str) -> Any:
         return None
     if "of" in rule:
         return _list_of(rule["of"], value, where)
-    if "record" in rule:
-        return record_of(rule["record"], value, where)
     if "choices" in rule:
         choices = rule["choices"]
         require(value in choices, f"{where}: got {shown(value)}, want one of {', '.join(choices)}")

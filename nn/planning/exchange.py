@@ -78,26 +78,20 @@ def planned_exchange(
     for first in range(0, hardware.world_size, in_node):
         senders = np.arange(first, first + in_node)
         sent = [{term: np.zeros(in_node) for term in TERMS} for _ in dense]
-        counts = np.zeros((in_node, len(sent)), dtype=np.int64)
+        counts = [np.zeros(in_node, dtype=np.int64) for _ in dense]
         for all_to_all in all_to_alls:
             sizes = all_to_all.sizes(senders, hardware)
             for link, messages in enumerate(_messages(sizes, senders, hardware)):
                 sent[link][all_to_all.term] += messages.sum(1)
-                counts[:, link] += np.count_nonzero(messages, axis=1)
+                counts[link] += np.count_nonzero(messages, axis=1)
         for of_link, num_bytes in zip(sent, dense, strict=True):
             of_link["dense gradients"] += num_bytes
-        for rank, counts_of_rank in enumerate(counts.tolist()):
-            of_rank = [
-                {term: float(sizes[rank]) for term, sizes in of_link.items()} for of_link in sent
-            ]
-            exchanges.append(
-                [
-                    Link(name, first + rank, num_bytes, gb_s, messages, us)
-                    for (name, gb_s, us), num_bytes, messages in zip(
-                        kinds, of_rank, counts_of_rank, strict=True
-                    )
-                ]
-            )
+        for rank in range(in_node):
+            links = []
+            for (name, gb_s, us), of_link, messages in zip(kinds, sent, counts, strict=True):
+                of_rank = {term: float(sizes[rank]) for term, sizes in of_link.items()}
+                links.append(Link(name, first + rank, of_rank, gb_s, int(messages[rank]), us))
+            exchanges.append(links)
     return exchanges
 
 

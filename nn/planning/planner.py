@@ -90,9 +90,7 @@ class TableEnumerator(EmbeddingEnumerator):
             topology=topology, batch_size=problem.batch_size, constraints=problem.constraints
         )
         self._on_gpu = topology.compute_device == "cuda"
-        self._expansion_bytes = problem.expansion_bytes
-        self._rule = problem.rule
-        self._host_tables = host_tables
+        self._problem, self._host_tables = problem, host_tables
         self.costs: dict[tuple[str, str, tuple[int, ...]], ShardCost] = {}
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
@@ -107,9 +105,9 @@ class TableEnumerator(EmbeddingEnumerator):
                 shard.perf.bwd_compute *= of_ids
                 compute = shard.perf.fwd_compute + shard.perf.bwd_compute
                 ids_ms = compute * ID_COLUMNS / (columns + ID_COLUMNS)
-                state = table_bytes(rows, columns, self._rule, weight_bytes=0)
+                state = table_bytes(rows, columns, self._problem.rule, weight_bytes=0)
                 size = state * (FP32_BYTES - weight_bytes) // FP32_BYTES
-                size += self._expansion_bytes[option.name]
+                size += self._problem.expansion_bytes[option.name]
                 shard.storage += Storage(hbm=size * self._on_gpu, ddr=size * (not self._on_gpu))
                 if option.name in self._host_tables:
                     shard.storage += self._moved(option.name, rows, columns, weight_bytes)
@@ -118,9 +116,9 @@ class TableEnumerator(EmbeddingEnumerator):
 
     def _moved(self, table: str, rows: int, columns: int, weight_bytes: int) -> Storage:
         """Return what a shard takes more, or less, if its rows lie in host memory or on disk."""
-        full = table_bytes(rows, columns, self._rule, weight_bytes=weight_bytes)
-        host_table = self._host_tables[table]
-        arena = arena_bytes(rows, host_table, columns, self._rule, weight_bytes=weight_bytes)
+        rule, host_table = self._problem.rule, self._host_tables[table]
+        full = table_bytes(rows, columns, rule, weight_bytes=weight_bytes)
+        arena = arena_bytes(rows, host_table, columns, rule, weight_bytes=weight_bytes)
         in_host = DISK_ROW_BYTES * rows if host_table.is_on_disk else full
         if self._on_gpu:
             return Storage(hbm=arena - full, ddr=in_host)
