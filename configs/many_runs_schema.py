@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.options import Section, option, require
+from configs.options import Section, option, refuse, require
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,8 +24,8 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         require(bool(self.runs), "runs names no directory; name at least one")
-        require(
-            self.picture is None or self.picture.lower().endswith(".png"),
+        refuse(
+            self.picture is not None and not self.picture.lower().endswith(".png"),
             f"picture={self.picture}: the picture is a PNG; want a name that ends with .png",
         )
 

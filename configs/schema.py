@@ -735,10 +735,6 @@ class TaskConfig:
         return made
 
 
-SCORE_ENDINGS = (".parquet", ".csv")
-"""Endings of `output`; they tell the format."""
-
-
 @dataclass(kw_only=True, slots=True)
 class EvalConfig(Section):
     """Evaluation on `split`."""
@@ -828,8 +824,8 @@ class PredictConfig(Section):
     )
 
     def check_relations(self) -> None:
-        twice = [name for name in self.columns if self.columns.count(name) > 1]
-        require(not twice, f"predict.columns names {''.join(twice[:1])} twice")
+        for name in self.columns:
+            refuse(self.columns.count(name) > 1, f"predict.columns names {name} twice")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1155,6 +1151,10 @@ class ProfileConfig(Section):
     )
     start_step: int = option(50, "steps of this run before the profiled ones, at least 1", gt=0)
     nvtx: bool = option(False, "annotate the steps for Nsight Systems (nsys) and write no trace")
+
+
+SCORE_ENDINGS = (".parquet", ".csv")
+"""Endings of `output`; they tell the format."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,9 +20,8 @@ from nn.models.registry import build_meta, declared_tables
 from nn.planning.plan import Hardware, TablePlan, replicated_weights
 from nn.planning.plan_problem import BYTES_PER_MS
 from nn.planning.row_requests import not_requested, requests_of
+from nn.planning.table_sizes import FP32_BYTES, ID_BYTES
 
-ID_BYTES = 4
-FP32_BYTES = 4
 WITHIN, BETWEEN = "within a node", "between nodes"
 TERMS = ("ids", "embeddings", "gradients", "dense gradients")
 

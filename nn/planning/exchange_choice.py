@@ -8,12 +8,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from configs.schema import Exchange
 from nn.planning.plan import TablePlan
 from nn.planning.plan_problem import PlanProblem
+from nn.planning.table_sizes import FP32_BYTES, ID_BYTES
 from nn.sharding.request_capacity import capacity_for
 from nn.tiers.traffic import expected_distinct
-
-ID_BYTES = 4
-ELEMENT_BYTES = 4
-"""Of a row or vector in float32, or of its gradient."""
 
 
 def with_exchanges(plan: Sequence[TablePlan], problem: PlanProblem) -> list[TablePlan]:
@@ -56,7 +53,7 @@ def _rows_are_fewer_bytes(table: TablePlan, problem: PlanProblem) -> bool:
     sent = problem.batch_size * (ranks if table.is_row_wise else 1)
     vectors, id_bytes = sent * table.num_vectors, ID_BYTES * table.hotness
     # Within a group, a column is sent in a row or vector, and in its gradient.
-    of_column = ELEMENT_BYTES * table.embedding_dim
+    of_column = FP32_BYTES * table.embedding_dim
     in_group = 2 * of_column if ranks > 1 else 0
     # To each other group go the distinct rows of all ranks with their gradients, or all ids with those of the vectors.
     in_rows = asked * (ID_BYTES + in_group)

@@ -78,13 +78,13 @@ def check_live_rows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) ->
         spec = plan.plan["embeddings"][name].sharding_spec
         assert spec is not None, "tables in host memory are not replicated"
         tier = (Tier.disk if table.is_on_disk else Tier.host).value
-        rows = max(shard.shard_sizes[0] for shard in spec.shards)
-        if not all(shard.shard_sizes[0] for shard in spec.shards):
-            total = sum(shard.shard_sizes[0] for shard in spec.shards)
+        sizes = [shard.shard_sizes[0] for shard in spec.shards]
+        if 0 in sizes:
             raise ValueError(
-                f"table {name} with tier: {tier} has {total:,} rows, which leave a rank of {len(spec.shards)} without any; set "
+                f"table {name} with tier: {tier} has {sum(sizes):,} rows, which leave a rank of {len(sizes)} without any; set "
                 "tier: device, or shard it table_wise"
             )
+        rows = max(sizes)
         needed = min(rows, table.live_rows)
         if table.slots(rows) < needed:
             least = math.ceil(1e4 * needed / rows) / 1e4
@@ -93,8 +93,8 @@ def check_live_rows(plan: ShardingPlan, host_tables: Mapping[str, HostTable]) ->
                 f"its {rows:,} rows per rank, and the batches at work may look up {needed:,} different ones; set cache: {least:g}"
                 f"{' or more' if least < 1 else ''}, lower the batch sizes, or set tier: device"
             )
-        for shard in spec.shards:
-            rows_of_rank[shard.placement.rank()] += shard.shard_sizes[0]
+        for shard, size in zip(spec.shards, sizes, strict=True):
+            rows_of_rank[shard.placement.rank()] += size
     most = max(rows_of_rank.values(), default=0)
     if most > MOST_ROWS:
         raise ValueError(

@@ -18,9 +18,8 @@ from nn.models.registry import build_meta, declared_tables
 from nn.planning.measured_rows import groups_of_table
 from nn.planning.plan import TablePlan, replicated_weights
 from nn.planning.row_requests import Requests, not_requested, requests_of
-from nn.planning.table_sizes import FP32_BYTES
+from nn.planning.table_sizes import FP32_BYTES, ID_BYTES
 
-ID_BYTES = 4
 POSITION_BYTES = 8
 BATCHES_ON_DEVICE = 3
 """The memory of the batch that is trained and of the next one, and the graph's copy."""

@@ -183,11 +183,7 @@ def _replicated_or_not(
 
 def _column_width(embedding_dim: int, parts: float, world_size: int) -> int | None:
     """Return the columns per shard, a multiple of 4: the fewest equal shards from `parts` (and 2) up; None without such."""
-    counts = [
-        count
-        for count in range(1, world_size + 1)
-        if embedding_dim % count == 0 and (embedding_dim // count) % 4 == 0
-    ]
+    counts = [count for count in range(1, world_size + 1) if embedding_dim % (4 * count) == 0]
     if not counts:
         return None
     return embedding_dim // next((count for count in counts if count >= max(parts, 2)), counts[-1])

@@ -8,6 +8,7 @@ from nn.planning.plan import Hardware
 from nn.sharding.tables import HostTable
 
 FP32_BYTES = 4
+ID_BYTES = 4
 
 
 def table_bytes(
