@@ -60,16 +60,8 @@ ShardingType = StrEnum(
 """Sharding of one table over the ranks, by TorchRec's names; `table_row_wise` is row-wise within one node."""
 Exchange = StrEnum("Exchange", "vectors rows least")
 """Content that the ranks of the samples get of a table; `least` is the one of fewer bytes."""
-
-
-class Evict(Enum):
-    """The keys that leave the table of a feature with raw keys when it is full."""
-
-    age = "age"
-    count = "count"
-    never = "never"
-
-
+Evict = Enum("Evict", {"age": "age", "count": "count", "never": "never"})
+"""The keys that leave the table of a feature with raw keys when it is full; texts have a method `count`."""
 Tier = StrEnum("Tier", "device host disk")
 """Memory that holds all rows of a table: the device's, or the host's or a disk with an arena of rows on the device."""
 DrawRule = StrEnum("DrawRule", "frequency uniform")

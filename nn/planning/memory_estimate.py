@@ -116,6 +116,8 @@ class _Step:
         # With the ids that the model sees, of which `spec` has those that are stored.
         self.spec = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
         self.counts = id_counts(self.spec, self.rank_rows)
+        # Per sample, with the unused positions of ragged features.
+        self.ids = {name: of.capacity / self.rank_rows for name, of in self.counts.items()}
         declared = declared_tables(config.model, self.spec)
         self.features = {table.name: table.feature_names for table in declared}
         # Of all vectors of a sample.
@@ -128,9 +130,8 @@ class _Step:
         self.by_vectors = not_requested(plan, self.requests)
 
     def keys(self, table: TablePlan) -> float:
-        """Return a table's ids per sample, with the unused positions of ragged features."""
-        features = self.features[table.table]
-        return sum(self.counts[name].capacity / self.rank_rows for name in features)
+        """Return a table's ids per sample, of all its features."""
+        return sum(self.ids[name] for name in self.features[table.table])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +159,8 @@ def _rank_lookups(step: _Step, rank: int, global_rows: int, rank_rows: int) -> _
 
 def _numbers_per_sample(step: _Step, feature: str) -> float:
     """Return the ids of a feature; of a ragged one also where samples begin, their lengths, and the sample of each id."""
-    count = step.counts[feature]
-    ids = count.capacity / step.rank_rows
-    return ids if count.hotness else 2 * ids + 2
+    ids = step.ids[feature]
+    return ids if step.counts[feature].hotness else 2 * ids + 2
 
 
 def _batch_bytes(step: _Step, stored: FeatureSpec) -> tuple[int, int]:
