@@ -12,6 +12,8 @@ import numpy as np
 
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from nn.checkpoint.tensor_index import INDEX_FILE, read_index
+from preproc.line_blocks import blocks
+from preproc.raw_files import MAGIC, OTHER_TABLES, PACKED_OTHERWISE, PARQUET, RawFile
 from serving.inference.key_rows import KeyRows
 from serving.inference.raw_values import key_of
 from serving.manifest import DENSE, Manifest
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 SHORTEST = 6
 """Characters of a text that is looked for everywhere; shorter ones are in many files by chance."""
+KINDS = {**MAGIC, **PACKED_OTHERWISE, **OTHER_TABLES}
 ARRAYS = {".bin", ".npy", ".safetensors", ".pt2", ".onnx"}
 """Files of which the index of their directory tells where keys are."""
 
@@ -62,7 +65,10 @@ def holders(directory: Path, values: Values) -> Iterator[tuple[Path, str]]:
                 yield path, f"or nobody knows: {error}"
         files = [path / name for name in sorted(names)]
         for file in (file for file in files if file.is_file() and file.suffix not in ARRAYS):
-            kind = (_in_parquet if file.suffix == ".parquet" else _in_text)(file, values)
+            try:
+                kind = _in_file(file, values)
+            except (ValueError, OSError) as error:
+                kind = f"or nobody knows: {error}"
             if kind:
                 yield file, kind
 
@@ -105,14 +111,22 @@ def _in_dataset(path: Path, values: Values) -> Iterator[tuple[Path, str]]:
             yield column, "keys of rows"
 
 
-def _in_text(path: Path, values: Values) -> str:
-    """Return as what a file has one of the values; empty if it has none."""
+def _in_file(path: Path, values: Values) -> str:
+    """Return as what a file has one of the values, by its first bytes; empty if it has none."""
     long = [re.escape(text.encode()) for text in values.texts if len(text) >= SHORTEST]
-    if not long or not path.stat().st_size:
-        return ""
     pattern = rb"(?<![0-9A-Za-z_])(?:%b)(?![0-9A-Za-z_])" % b"|".join(long)
-    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as data:
-        return "text" if re.search(pattern, data) else ""
+    with path.open("rb") as stream:
+        head = stream.read(max(map(len, KINDS)))
+        if head.startswith(PARQUET) or path.suffix == ".parquet":
+            return _in_parquet(path, values)
+        if not long or not head:
+            return ""
+        kind = next((KINDS[magic] for magic in KINDS if head.startswith(magic)), "")
+        if kind and kind not in MAGIC.values():
+            raise ValueError(f"it is {kind}")
+        plain = () if kind else [mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)]
+        pieces = plain or blocks(RawFile(path, kind), 0)
+        return "text" if any(re.search(pattern, piece) for piece in pieces) else ""
 
 
 def _in_parquet(path: Path, values: Values) -> str:

@@ -1,6 +1,8 @@
 """Values that are removed from a run with its deltas, from models and vocabularies, and are found nowhere afterwards."""
 
+import bz2
 import errno
+import gzip
 import os
 import shutil
 import zlib
@@ -404,3 +406,26 @@ def test_parquet_of_any_writer_is_searched(tmp_path, column):
     (tmp_path / "keys").write_text("customer-3\n12345678901\n")
     found = [*holders(tmp_path, Values.read("user", tmp_path / "keys"))]
     assert (tmp_path / "file.parquet", "column column") in found
+
+
+def test_files_are_searched_by_their_first_bytes(tmp_path):
+    text = b"id\nother\ncustomer-3\n"
+    packed = {
+        "log.csv.gz": gzip.compress(text),
+        "log.zst": pa.compress(text, codec="zstd", asbytes=True),
+        "of_others.gz": gzip.compress(b"customer-30\n"),
+        "empty": b"",
+    }
+    unread = {
+        "log.bz2": bz2.compress(text),
+        "cut.gz": packed["log.csv.gz"][:-9],
+        "bad.parquet": text,
+    }
+    for name, written in (packed | unread).items():
+        (tmp_path / name).write_bytes(written)
+    pq.write_table(pa.table({"column": ["customer-3"]}), tmp_path / "part.pq", compression="zstd")
+    values = Values("user", ["customer-3"], np.zeros(0, np.int64))
+    found = {path.name: kind for path, kind in holders(tmp_path, values)}
+    wanted = {"log.csv.gz": "text", "log.zst": "text", "part.pq": "column column"}
+    assert {name: kind for name, kind in found.items() if name not in unread} == wanted
+    assert all(found[name].startswith("or nobody knows: ") for name in unread)
