@@ -34,6 +34,7 @@ NEXT = ".next"
 """Directory below the output of the part that is being made, which a killed start leaves."""
 ANSWER_S = 30.0
 MOST_AT_ONCE = 10_000
+CHECKED_BYTES = 4 << 20
 NO_BREAKS = bytes.maketrans(b"\r\n", b"  ")
 ARE_OBJECTS = """
 SELECT coalesce(
@@ -171,7 +172,7 @@ def _check_end(consumer: "Consumer", config: PreprocConfig, begins: dict[str, in
 
 def _lines_of(config: PreprocConfig, messages: "list[Message]") -> Lines:
     """Return the lines of messages; ValueError if one is no JSON object, under `on_bad=fail`."""
-    from preproc.work_directory import small_database
+    from preproc.work_directory import connected
 
     # In JSON a line break stands between values only. A message without a value deletes a key, and is no row.
     lines = {
@@ -179,9 +180,13 @@ def _lines_of(config: PreprocConfig, messages: "list[Message]") -> Lines:
         for message in messages
         if (value := message.value())
     }
-    with small_database() as connection:
-        rows = connection.execute(ARE_OBJECTS, [[*lines.values()]]).fetchall()
-    found = [row[0] for row in rows]
+    values, found = [*lines.values()], list[bool]()
+    # The query takes some 50 times the bytes of its lines.
+    at_once = max(1, CHECKED_BYTES // max(map(len, values), default=1))
+    with connected({"threads": 1}) as connection:
+        for i in range(0, len(values), at_once):
+            rows = connection.execute(ARE_OBJECTS, [values[i : i + at_once]]).fetchall()
+            found += [row[0] for row in rows]
     others = [
         f"{where}: no JSON object: {shortened(printable(line.decode(errors='replace')), 80)}"
         for (where, line), is_object in zip(lines.items(), found, strict=True)

