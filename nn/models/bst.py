@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.layers.interactions.transformer import EventTokens
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.layers.sequence import append, pool
+from nn.layers.sequence import SequencePooling, append
 from nn.models.options import BSTOptions
 from nn.models.sequence_model import SequenceModel
 
@@ -14,7 +14,7 @@ from nn.models.sequence_model import SequenceModel
 
 
 class BST(SequenceModel):
-    """Dense component: logit = MLP([item, t, others, x]), where t is the output of the blocks for the candidate.
+    """Dense component: logit = MLP([item, t, others, x]), where t is the blocks' output for the candidate or the mean of all.
 
     The candidate's token is its vector, zeros for features of an event that it lacks, behind those of the events. Blocks
     (section 2.2, equations 3 to 5) have a leaky ReLU, and LayerNorm behind every layer. The paper takes an event's age for
@@ -29,6 +29,7 @@ class BST(SequenceModel):
         columns, group = self.inputs.columns, self.inputs.group
         self.tokens = EventTokens(columns, group, options.block_dropout)
         self.add_blocks(options, columns, group.max_length + 1, activation="leaky_relu")
+        self.pooling = SequencePooling(options.pooling.value, columns)
         self.add_top(options, columns)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
@@ -40,4 +41,4 @@ class BST(SequenceModel):
             times, _ = append(times, times.new_zeros(item.shape[0]), events)
         for block in self.blocks:
             x = block(x, at, times)
-        return self.logits(parts, pool(x, at, "last"))
+        return self.logits(parts, self.pooling(x, at))

@@ -314,9 +314,17 @@ class SASRecOptions(_TransformerOptions):
     )
 
 
+OutputPooling = StrEnum("OutputPooling", "last mean")
+
+
 @dataclass(kw_only=True, slots=True)
 class BSTOptions(_TransformerOptions):
     """Options of BST."""
+
+    pooling: OutputPooling = option(
+        OutputPooling.last,
+        "what the MLP reads of the blocks' outputs: last, the candidate's; or mean, that of all",
+    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from nn.embedding.declared_tables import hands_out_rows
 from nn.layers.initialization import initialise_dense
 from nn.layers.pass_state import PassState, attach
 from nn.layers.pooled_embeddings import PooledEmbeddings
-from nn.models.options import Residual, Search
+from nn.models.options import OutputPooling, Residual, Search
 from nn.models.registry import build_dense, check_model, declared_tables, find_options
 from tests.helpers.events import embeddings_with_events
 from tests.helpers.specs import feature, spec_of
@@ -252,7 +252,9 @@ def sasrec(p: Parameters, of: Sample, *, heads: int = 1, residual: str = "pre_no
     return last[: len(of.item)] @ of.item + top(p, of)
 
 
-def bst(p: Parameters, of: Sample, *, heads: int = 2, residual: str = "post_norm") -> Tensor:
+def bst(
+    p: Parameters, of: Sample, *, heads: int = 2, residual: str = "post_norm", is_mean: bool = False
+) -> Tensor:
     target = torch.cat([of.item, of.item.new_zeros(of.events.shape[1] - len(of.item))])
     x = torch.cat([event_tokens(p, of), target[None]])
     ages = None if of.ages is None else torch.cat([of.ages, torch.zeros(1)])
@@ -265,7 +267,7 @@ def bst(p: Parameters, of: Sample, *, heads: int = 2, residual: str = "post_norm
         causal=False,
         activation=lambda x: torch.where(x > 0, x, 0.01 * x),
     )
-    return top(p, of, x[-1])
+    return top(p, of, sum(x) / len(x) if is_mean else x[-1])
 
 
 def transact(p: Parameters, of: Sample, *, recent: int, outputs: int, heads: int = 2) -> Tensor:
@@ -415,6 +417,7 @@ CASES = {
     },
     "bst": Case("bst", bst, {"hidden": [7]}),
     "bst of one feature": Case("bst", bst, {"blocks": 2, "expansion": 2}, spec=SMALL),
+    "bst, mean": Case("bst", bst, TWO | {"pooling": OutputPooling.mean}, {"is_mean": True}),
     **{
         f"bst, {of.value}": Case("bst", bst, TWO | {"residual": of}, {"residual": of.value})
         for of in Residual

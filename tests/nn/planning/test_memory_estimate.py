@@ -224,6 +224,7 @@ def test_a_pass_of_din_over_events_allocates_what_is_planned(monkeypatch, amp, o
         ("sasrec", ["train.amp=off", "model.expansion=4"]),
         ("sasrec", ["model.residual=gated", "model.blocks=4"]),
         ("bst", ["model.expansion=4"]),
+        ("bst", ["model.expansion=4", "model.pooling=mean"]),
     ],
 )
 def test_a_pass_of_transformer_blocks_allocates_what_is_planned(monkeypatch, name, options):
