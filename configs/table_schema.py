@@ -822,6 +822,8 @@ def _checked(declared: Field[Any], value: Any, where: str) -> Any:
         return None
     if "of" in rule:
         return _list_of(rule["of"], value, where)
+    if "record" in rule:
+        return record_of(rule["record"], value, where)
     if "choices" in rule:
         choices = rule["choices"]
         require(value in choices, f"{where}: got {shown(value)}, want one of {', '.join(choices)}")

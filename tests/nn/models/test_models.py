@@ -352,7 +352,7 @@ def deepfm_of_a_user(folder: Path) -> None:
         (["model.name=masknet", "model.batch_norm=true"], "model.batch_norm has no effect: the hidden layers are"),
         (["model.name=star", "model.hidden=[]", "model.auxiliary_hidden=[]", "model.batch_norm=true"], "the model has no"),
         (["model.numerical_size=8"], "model.numerical_size has no effect: model.numerical_encoding=plain"),
-        (["model.pooling=mean"], "model.pooling is an option of embedding_mlp, and"),
+        (["model.pooling=mean"], "model.pooling is an option of embedding_mlp, bst, and"),
         (["experiment=deepfm_criteo", "model.top_mlp=[8,1]"], "and model.name=deepfm has none of this"),
         (["model.name=masknet", "model.hidden=[8]"], "model.hidden has no effect: the hidden layers are those"),
         (["model.name=din", "model.history_positions=3"], "model.history_positions has no effect: the history is"),
