@@ -122,11 +122,13 @@ def _in_file(path: Path, values: Values) -> str:
         if not long or not head:
             return ""
         kind = next((KINDS[magic] for magic in KINDS if head.startswith(magic)), "")
-        if kind and kind not in MAGIC.values():
-            raise ValueError(f"it is {kind}")
-        plain = () if kind else [mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)]
-        pieces = plain or blocks(RawFile(path, kind), 0)
-        return "text" if any(re.search(pattern, piece) for piece in pieces) else ""
+        if not kind:
+            with mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as data:
+                return "text" if re.search(pattern, data) else ""
+    if kind not in MAGIC.values():
+        raise ValueError(f"it is {kind}")
+    pieces = blocks(RawFile(path, kind), 0)
+    return "text" if any(re.search(pattern, piece) for piece in pieces) else ""
 
 
 def _in_parquet(path: Path, values: Values) -> str:
