@@ -45,7 +45,8 @@ def outcome(
     layer.has_kernels = False
     out = interact(first, leaf, layer.weight) if fused else layer(first, leaf)
     leaves = [leaf, *([] if first is leaf else [first]), layer.weight]
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+    # Exact in all dtypes, and positive: the sums of the least layer are no small differences.
+    weight = torch.randint(1, 64, out.shape, generator=torch.Generator().manual_seed(2)) / 64
     return [out.detach(), *torch.autograd.grad(out, leaves, weight.to(out))]
 
 
@@ -188,14 +189,15 @@ def test_the_plan_has_products_of_pairs_where_there_are_no_kernels():
 def test_on_a_gpu_a_layer_is_as_exact_as_a_plain_one(sizes, kind, set_tf32):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
     set_tf32(kind == "tf32")
-    tiny = {torch.float32: 1e-4 if kind == "tf32" else 3e-7}.get(dtype, 1e-3)
+    # For odd sizes cuBLAS takes no TF32, which rounds by at most 2^-11.
+    tiny = {torch.float32: 2**-11 if kind == "tf32" else 3e-7}.get(dtype, 1e-3)
     for samples in (0, 1, 1_111):
         layer, x, vectors = operands(sizes, samples, "cuda", dtype)
         ours, plain = (outcome(layer, x, vectors, fused=fused) for fused in (True, False))
         assert [one.dtype for one in ours] == [one.dtype for one in plain]
         wanted = exact(layer, x, vectors)
-        pairs = zip(errors(ours, wanted), errors(plain, wanted), strict=True)
-        assert all(one <= 1.5 * other + tiny for one, other in pairs), (samples, list(pairs))
+        pairs = list(zip(errors(ours, wanted), errors(plain, wanted), strict=True))
+        assert all(one <= 1.5 * other + tiny for one, other in pairs), (samples, pairs)
 
 
 @needs_one_gpu
