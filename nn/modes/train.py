@@ -27,6 +27,7 @@ from nn.distributed.failures import lost_rank_message
 from nn.distributed.preemption import Heartbeat, StopRequest
 from nn.distributed.step_watch import STACKS, StepWatch
 from nn.hypertune import hypertune_report
+from nn.models.numerical_features import named_numbers
 from nn.modes.day_scores import DayScores
 from nn.modes.finish import finish_training, finishes_writing
 from nn.next_day import retired_rows
@@ -227,12 +228,15 @@ def _mlperf_settings(session: Session) -> dict[str, Any]:
 
 
 def _report_ranges(session: Session, loader: Loader) -> None:
-    """Print a warning if rank 0's first batch has numerical features that nobody scaled."""
-    names = session.source.spec.numerical
+    """Print a warning if rank 0's first batch has numerical features that nobody scaled, and that no option names."""
+    spec = session.source.spec
+    named = named_numbers(session.config.model, spec)
+    columns = {name: column for column, name in enumerate(spec.numerical) if name not in named}
     # The next batch of a stream may not have come.
-    if session.ranks.is_rank0 and names and not loader.source.grows(loader.split):
+    if session.ranks.is_rank0 and columns and not loader.source.grows(loader.split):
         batch = loader.batch(session.start.day.position(session.start.num_steps))
-        note = range_note(names, batch.numerical[: batch.num_valid].numpy())
+        values = batch.numerical[: batch.num_valid, list(columns.values())]
+        note = range_note(list(columns), values.numpy())
         if note is not None:
             session.logger.warning(note)
 
