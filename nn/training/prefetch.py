@@ -28,7 +28,8 @@ class Prefetcher:
     once per batch, when the host has just queued work for the device: the prefetch then runs beside that work, on its own
     stream. All ranks must iterate alike, since each call takes part in collectives.
 
-    `loading` returns the context of a wait for the loader, which has taken `data_wait_ms` since that was last set to 0.
+    `loading` returns the context of a wait for the loader. Such waits have taken `data_wait_ms` since that was last set to 0;
+    those for ids that other ranks need from disk are not among them.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class Prefetcher:
         device: torch.device,
         loading: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
+        loaded = self._loaded(batches)
         self._batches = (
-            LookAhead(batches, runner, device)
+            LookAhead(loaded, runner, device)
             if runner.tables.has_disk_tables
-            else zip(batches, repeat(None), strict=False)
+            else zip(loaded, repeat(None), strict=False)
         )
         self._runner = runner
         self._device = device
@@ -68,10 +70,7 @@ class Prefetcher:
         # Entered in C++; `torch.cuda.stream` asks in Python for device and stream, which takes longer than a small launch.
         with self._stream or nullcontext():
             # On the stream that copies: the loader reuses a batch's memory when this stream has reached this point.
-            start = time.perf_counter()
-            with annotate(DATA_WAIT), self._loading():
-                found = next(self._batches, None)
-            self.data_wait_ms += (time.perf_counter() - start) * 1e3
+            found = next(self._batches, None)
             if found is not None:
                 host_batch, need = found
                 self._next = self._runner.start(self._on_device(host_batch), need)
@@ -97,6 +96,16 @@ class Prefetcher:
             if batch.layout.doublings:
                 batch.memory.record_stream(torch.cuda.current_stream(self._device))
         return batch, rows
+
+    def _loaded(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            start = time.perf_counter()
+            with annotate(DATA_WAIT), self._loading():
+                batch = next(batches, None)
+            self.data_wait_ms += (time.perf_counter() - start) * 1e3
+            if batch is None:
+                return
+            yield batch
 
     def _on_device(self, batch: Batch) -> Batch:
         """Return a copy on the device, on the current stream."""

@@ -3,10 +3,14 @@
 import json
 import math
 import re
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from time import sleep
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from configs.overrides import drop_replaced
 from configs.schema import Config
@@ -17,6 +21,7 @@ from nn.observability.progress import (
     format_train,
 )
 from nn.training.limits import EvalSteps, total_steps
+from nn.training.prefetch import Prefetcher
 from nn.training.train_step import TrainStep
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, compose_config, compose_with_hydra
@@ -326,3 +331,35 @@ def test_a_final_evaluation_of_the_same_rows_is_not_made(tmp_path):
     run = Run(tmp_path / "run", "train.max_steps=2", "eval.final_max_steps=99", "eval.every=2")
     assert [each["step"] for each in run.test] == [0, 2]
     assert set(run.summary) == SUMMARY_FIELDS
+
+
+def test_the_wait_for_data_leaves_out_ids_that_other_ranks_need_from_disk():
+    loading = []
+
+    class Runner:
+        tables = SimpleNamespace(has_disk_tables=True, tier=None)
+
+        def announce(self, batch: object) -> None:
+            assert not loading, "a rank that hangs here hangs in its step"
+            sleep(0.1)
+
+        def read_ahead(self, needs: object) -> None:
+            pass
+
+        def start(self, batch: object, need: object) -> object:
+            return batch, need
+
+    @contextmanager
+    def wait():
+        loading.append(True)
+        yield
+        loading.pop()
+
+    def batches():
+        sleep(0.02)
+        assert loading
+        yield SimpleNamespace(to=lambda _: "batch")
+
+    prefetcher = Prefetcher(batches(), Runner(), torch.device("cpu"), wait)
+    assert 20 <= prefetcher.data_wait_ms < 100
+    assert next(prefetcher) == ("batch", None)
