@@ -32,6 +32,7 @@ class DiskStore(RowStore):
         super().__init__(num_buffer_rows, num_slots, kinds, device)
         num_rows = len(next(iter(file.rows.values())))
         self._file = file
+        self._is_initial = True
         self.host = file.rows
         self.host_rows = HostRows(file, num_rows, kept, self._memory)
         # What the device knows of the buffer rows; those of other rows may be out of date.
@@ -42,6 +43,7 @@ class DiskStore(RowStore):
 
     def fill(self, rows: Tensor, values: Tensor) -> None:
         """Give rows other weights than the initial ones; see `TableFile.fill`."""
+        self._is_initial = False
         self._file.fill(rows.numpy(), values)
 
     def num_bytes(self) -> tuple[int, int]:
@@ -84,7 +86,11 @@ class DiskStore(RowStore):
             self._file.store(some_rows, values, np.arange(len(some_rows)))
 
     def load(self, rows: Tensor, slots: Tensor) -> None:
-        """Fill the arena from the file, which has changed; `rows`, int64 [n], are those of the arena, in `slots`."""
+        """Fill the arena from the file, which has changed; `rows`, int64 [n], are those of the arena, in `slots`.
+
+        The first call finds a file that nothing but `fill` has written to.
+        """
+        is_initial, self._is_initial = self._is_initial, False
         self.host_rows.forget()
         numbers = rows.cpu().numpy()
         are_absent = self.host_rows.buffer_row[numbers] == ABSENT
@@ -95,11 +101,14 @@ class DiskStore(RowStore):
         chosen = torch.from_numpy(are_absent).to(rows.device)
         self.fetch(rows[chosen], slots[chosen])
         for some_rows, some_slots in _blocks(rows[~chosen], slots[~chosen]):
-            parts = [
-                torch.empty_like(part[: len(some_rows)], device="cpu")
-                for part in self.arena.values()
-            ]
-            self._file.read(some_rows, [*map(row_items, parts)], np.arange(len(some_rows)))
+            if is_initial:
+                parts = self._file.initial(some_rows, self._device)
+            else:
+                parts = [
+                    torch.empty_like(part[: len(some_rows)], device="cpu")
+                    for part in self.arena.values()
+                ]
+                self._file.read(some_rows, [*map(row_items, parts)], np.arange(len(some_rows)))
             for part, values in zip(self.arena.values(), parts, strict=True):
                 part.index_copy_(0, some_slots, values.to(self._device))
 

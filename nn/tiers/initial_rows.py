@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # The index of a checkpoint is read before torch is imported.
+    import torch
     from torch import Tensor
 
     from nn.layers.initialization import KeyedWeights
 
-ROWS_AT_ONCE = 2**12
+ROWS_AT_ONCE, ROWS_AT_ONCE_ON_GPU = 2**12, 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +29,22 @@ class InitialRows:
     bound: float
 
     def toggle(self, values: Tensor, rows: Tensor, first_column: int = 0) -> None:
-        """Turn weights into changes or back, in place: [n, columns] in host memory, of the table's `rows`, int64 [n]."""
+        """Turn weights into changes or back, in place: [n, columns] of the table's `rows`, int64 [n], on the same device."""
         import torch
 
-        weights = _weights(self, first_column, values.shape[1])
+        weights = _weights(self, first_column, values.shape[1], values.device)
         bits = torch.int32 if values.itemsize == 4 else torch.int16
-        for some, numbers in zip(values.split(ROWS_AT_ONCE), rows.split(ROWS_AT_ONCE), strict=True):
+        at_once = ROWS_AT_ONCE if values.device.type == "cpu" else ROWS_AT_ONCE_ON_GPU
+        for some, numbers in zip(values.split(at_once), rows.split(at_once), strict=True):
             initial = weights(numbers, torch.zeros_like(numbers)).to(values.dtype)
             some.view(bits).bitwise_xor_(initial.view(bits))
 
 
 @lru_cache(maxsize=256)
-def _weights(initial: InitialRows, first_column: int, num_columns: int) -> KeyedWeights:
-    import torch
-
+def _weights(
+    initial: InitialRows, first_column: int, num_columns: int, device: torch.device
+) -> KeyedWeights:
     from nn.layers.initialization import KeyedWeights
 
     table = (initial.table, first_column, initial.bound)
-    return KeyedWeights([table], initial.seed, num_columns, torch.device("cpu"))
+    return KeyedWeights([table], initial.seed, num_columns, device)

@@ -130,19 +130,22 @@ class ShardOfFile:
     first_column: int = 0
 
 
-def _toggle(
-    shards: Sequence[ShardOfFile], dtype: torch.dtype, items: np.ndarray, rows: np.ndarray
-) -> None:
-    """Turn weights of ascending rows into changes or back, in place."""
-    num_bytes = items.dtype.itemsize
-    values = torch.from_numpy(items.view(np.uint8).reshape(len(items), num_bytes))
-    values, first = values.view(dtype), 0
+def _toggle(shards: Sequence[ShardOfFile], values: Tensor, rows: np.ndarray) -> None:
+    """Turn weights of ascending rows, on any device, into changes or back, in place."""
+    first = 0
     for shard in shards:
         end = first + shard.num_rows
         mine = slice(*np.searchsorted(rows, (first, end)).tolist())
-        numbers = torch.from_numpy(rows[mine] - first + shard.first_row)
+        numbers = torch.from_numpy(rows[mine] - first + shard.first_row).to(values.device)
         shard.initial.toggle(values[mine], numbers, shard.first_column)
         first = end
+
+
+def _toggle_items(
+    shards: Sequence[ShardOfFile], dtype: torch.dtype, items: np.ndarray, rows: np.ndarray
+) -> None:
+    memory = items.view(np.uint8).reshape(len(items), items.dtype.itemsize)
+    _toggle(shards, torch.from_numpy(memory).view(dtype), rows)
 
 
 class TableFile:
@@ -156,7 +159,8 @@ class TableFile:
         self, directory: TierDirectory, name: str, shards: Sequence[ShardOfFile], kinds: Kinds
     ) -> None:
         self._directory = directory
-        toggle = partial(_toggle, shards, kinds[WEIGHT][1])
+        self._shards = shards
+        toggle = partial(_toggle_items, shards, kinds[WEIGHT][1])
         num_rows = sum(shard.num_rows for shard in shards)
         self._parts = [
             _Part(
@@ -172,6 +176,15 @@ class TableFile:
         self._change_of_row = np.full(num_rows, -1, np.int32)
         self._num_changes = 0
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="table-file")
+
+    def initial(self, rows: np.ndarray, device: torch.device) -> list[Tensor]:
+        """Return the parts of ascending rows, int64 [n], as they begin, [n, columns] each, without reading a file."""
+        parts = [
+            torch.zeros(len(rows), *part.rows.shape[1:], dtype=part.rows.dtype, device=device)
+            for part in self._parts
+        ]
+        _toggle(self._shards, parts[0], rows)
+        return parts
 
     def read(self, rows: np.ndarray, targets: Sequence[np.ndarray], positions: np.ndarray) -> None:
         """Read the newest values of ascending rows, int64 [n], to `positions` of `targets`, one per part."""

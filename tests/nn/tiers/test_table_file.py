@@ -13,11 +13,13 @@ import torch
 from nn.distributed.errors import RankError
 from nn.layers.initialization import fill_uniform_
 from nn.tiers import table_file
+from nn.tiers.disk_store import DiskStore
 from nn.tiers.initial_rows import InitialRows
 from nn.tiers.row_items import row_items
 from nn.tiers.table_file import ShardOfFile, TableFile, TierDirectory, removable_bytes
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
+from tests.helpers.gpus import needs_gpus
 
 ROWS = 5000
 KINDS = {"weight": ([6], torch.bfloat16), "momentum1": ([], torch.float32)}
@@ -210,3 +212,32 @@ def test_what_others_remove_or_own_is_not_counted_as_removable(tmp_path, monkeyp
 
     monkeypatch.setattr(table_file, "lock_directory", removed_meanwhile)
     assert removable_bytes(tmp_path) == 0
+
+
+@pytest.mark.parametrize("fills", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpus(1))])
+def test_rows_that_a_device_keeps_begin_without_a_read(device, fills, tmp_path, monkeypatch):
+    kept, counts, read = np.arange(1500, 2500), [], TableFile.read
+
+    def counted(file, rows, *others):
+        counts.append(len(rows))
+        read(file, rows, *others)
+
+    monkeypatch.setattr(TableFile, "read", counted)
+    file = TableFile(TierDirectory(tmp_path), "t", SHARDS, KINDS)
+    store = DiskStore(file, 100, 2000, KINDS, kept, torch.device(device))
+    wanted = [part[kept] for part in initial_rows()]
+    if fills:
+        # Of vectors that were trained elsewhere.
+        store.fill(torch.arange(2400, 2600), torch.ones(200, 6).bfloat16())
+        wanted[0][900:] = 1
+    rows = torch.from_numpy(kept).to(device)
+    # The second load finds a file that has changed.
+    for reads in (fills, True):
+        for part in store.arena.values():
+            part.fill_(7)
+        counts.clear()
+        store.load(rows, rows - 1000)
+        arena = [part[500:1500].cpu() for part in store.arena.values()]
+        assert all(map(torch.equal, arena, wanted))
+        assert sum(counts) == (1000 if reads else 0)
