@@ -12,6 +12,7 @@ from benchmarks.rows import ROOT
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
+from dataloading.dataset.row_columns import RowColumn
 from dataloading.randomness import power_law
 
 CHUNK_ROWS = 262_144
@@ -30,9 +31,9 @@ def preprocess(*settings: str) -> None:
     )
 
 
-def ragged_dataset(stored: Path, num_ragged: int, exponent: float) -> Path:
+def ragged_dataset(stored: Path, num_ragged: int, exponent: float, tasks: int = 1) -> Path:
     """Return a dataset like a one-hot one whose first features are ragged; write it beside it if it does not exist."""
-    path = stored.with_name(f"{stored.name}_ragged{num_ragged}")
+    path = stored.with_name(f"{stored.name}_ragged{num_ragged}_tasks{tasks}")
     if (path / "feature_spec.yaml").exists():
         return path
     source = open_dataset(FeatureSpec.load(stored, "feature_spec.yaml"))
@@ -42,7 +43,9 @@ def ragged_dataset(stored: Path, num_ragged: int, exponent: float) -> Path:
         for index, feature in enumerate(spec.categorical)
     ]
     generator = np.random.default_rng(1)
-    with write_dataset(path, categorical=features, numerical=spec.numerical) as directory:
+    label = [RowColumn("label"), RowColumn("label_2")][:tasks]
+    written = {"categorical": features, "numerical": spec.numerical, "label": label}
+    with write_dataset(path, **written) as directory:
         for split in spec.splits:
             for start in range(0, source.num_rows(split), CHUNK_ROWS):
                 rows = min(CHUNK_ROWS, source.num_rows(split) - start)
@@ -56,7 +59,11 @@ def ragged_dataset(stored: Path, num_ragged: int, exponent: float) -> Path:
                         ids[feature.name] = power_law(drawn, feature.cardinality, exponent).astype(
                             np.int64
                         )
+                numerical, labels = columns.numerical, columns.labels
+                if tasks > 1:  # num_0 is the row's domain, and half of the clicks have label_2
+                    numerical[:, 0] = generator.integers(0, 2, rows)
+                    labels = np.stack([labels, labels * generator.integers(0, 2, rows)], axis=1)
                 directory[split].append(
-                    numerical=columns.numerical, labels=columns.labels, ids=ids, lengths=lengths
+                    numerical=numerical, labels=labels, ids=ids, lengths=lengths
                 )
     return path

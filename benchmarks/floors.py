@@ -20,7 +20,7 @@ H200_BYTES, HOST_BYTES = 139 * 2**30, 512 * 2**30
 
 
 def floor_of_row(row: Row, gpu: str = "", data_path: Path | None = None) -> Floor:
-    """Count a step of a row of the benchmark on a card of this name; a log of listens lies at `data_path`."""
+    """Count a step of a row of the benchmark on a card of this name; see `Row.config`."""
     config = row.config(data_path)
     source = open_source(config)
     replicated: list[str] = []
@@ -38,20 +38,20 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"any of {', '.join(ROWS)}")
     parser.add_argument("--explain", action="store_true", help="print every term")
     parser.add_argument("--gpu", default="H200", choices=[*HBM_BYTES_PER_S], help="the card")
-    parser.add_argument("--data", type=Path, help="dataset of the rows of HSTU")
+    parser.add_argument("--data", type=Path, help="dataset of a row that needs one")
     args = parser.parse_args()
     unknown = [name for name in args.rows if name not in ROWS]
     if unknown:
         parser.error(f"no row {', '.join(unknown)}; there are {', '.join(ROWS)}")
-    if args.data is None and (of_listens := [name for name in args.rows if ROWS[name].users]):
-        parser.error(f"{', '.join(of_listens)}: --data must name their dataset")
+    if args.data is None and (needing := [name for name in args.rows if ROWS[name].needs_data]):
+        parser.error(f"{', '.join(needing)}: --data must name their dataset")
     print(
         "| row | GPUs | global batch | FLOPs ms: burst | sustained | HBM ms | all-to-all ms | M samples/s at most: burst | "
         "sustained |\n|---|---|---|---|---|---|---|---|---|"
     )
     floors = {
         name: floor_of_row(ROWS[name], args.gpu, args.data)
-        for name in args.rows or (name for name, row in ROWS.items() if not row.users)
+        for name in args.rows or (name for name, row in ROWS.items() if not row.needs_data)
     }
     for name, floor in floors.items():
         flops, *others = (

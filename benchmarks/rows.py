@@ -23,8 +23,9 @@ class Row:
 
     `exponent` is that of the ids' power law; 0 is uniform. `train_rows` fit into the page cache, and an epoch is a multiple of 50
     steps, so that its evaluation coincides with a record. The first `ragged` features have 0 to 10 ids per row instead of one.
-    `synthetic` are further options of `data.synthetic` with their values, and replace those of the file. With `users` the data
-    are instead their log of listens (`python -m preproc dataset=yambda`).
+    With two `tasks` num_0 is a domain and there is label_2. `synthetic` are further options of `data.synthetic` with their
+    values, and replace those of the file. With `users` the data are instead their log of listens (`python -m preproc
+    dataset=yambda`).
     """
 
     recipe: str
@@ -35,6 +36,7 @@ class Row:
     exponent: float = field(default=1.05, kw_only=True)
     train_rows: int = field(default=200 * 65_536, kw_only=True)
     ragged: int = field(default=0, kw_only=True)
+    tasks: int = field(default=1, kw_only=True)
     synthetic: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
     users: int = field(default=0, kw_only=True)
 
@@ -42,9 +44,13 @@ class Row:
         """Return the row with further overrides, and other values of fields."""
         return replace(self, overrides=(*self.overrides, *overrides), **changes)
 
+    @property
+    def needs_data(self) -> bool:
+        return bool(self.users) or self.tasks > 1
+
     def config(self, data_path: Path | None = None) -> Config:
-        """Return the configuration of the row's command line; a log of listens must lie at `data_path`."""
-        if self.users:
+        """Return the configuration of the row's command line; of a row that `needs_data`, these lie at `data_path`."""
+        if self.needs_data:
             path = f"data.path={data_path}"
             return compose_row(self.recipe, f"experiment={self.experiment}", path, *self.overrides)
         return compose_row(
@@ -118,12 +124,14 @@ FAMILY = {
     f"{name}_1": DEEPFM.plus(f"model.name={name}", "model.embedding_dim=16")
     for name in (
         *("finalmlp", "masknet", "wukong", "shared_bottom", "mmoe", "ple"),
-        *("rankmixer", "fcn", "autoint", "xdeepfm", "pepnet"),
+        *("rankmixer", "fcn", "autoint", "xdeepfm", "pepnet", "esmm", "star"),
     )
 }
 # Four features of the user and the item, whose gates weigh the towers, and one of the domain.
 PEPNET = ("model.domain_features=[cat_5]", "model.prior_features=[cat_0,cat_1,cat_2,cat_3]")
 FAMILY["pepnet_1"] = FAMILY["pepnet_1"].plus(*PEPNET)
+FAMILY["esmm_1"] = FAMILY["esmm_1"].plus(tasks=2)
+FAMILY["star_1"] = FAMILY["star_1"].plus("model.domain=num_0", tasks=2)
 """Models without a recipe of their own, with their default sizes."""
 MIXER = FAMILY["rankmixer_1"].plus(*BF16)
 OF_100M = ("model.token_dim=768", "model.expansion=3")
@@ -178,10 +186,8 @@ ROWS = {
     # Weak scaling: 65,536 rows per GPU; its first point is dlrm_t15_1.
     "dlrm_t15_2_weak": Row("dlrm", 2, *T15, overrides=WEAK_2),
     "dlrm_t15_4_weak": Row("dlrm", 4, *T15, overrides=WEAK_4),
-    # One thing changed at a time.
     # Data as most users have it: 6 of 26 features with 5 ids on average. Tables whose rows lie on several GPUs.
     "dlrm_t15_1_ragged": RAGGED,
-    "dlrm_t15_2_ragged": replace(RAGGED, world_size=2),
     "dlrm_t15_2_weak_ragged": replace(RAGGED, world_size=2, overrides=WEAK_2),
     "dlrm_t15_4_weak_ragged": replace(
         RAGGED, world_size=4, overrides=WEAK_4, train_rows=50 * 262_144
@@ -189,8 +195,6 @@ ROWS = {
     "dlrm_t15_2_rows": Row("dlrm", 2, *T15, overrides=ROW_WISE),
     "dlrm_t15_2_weak_rows": Row("dlrm", 2, *T15, overrides=(*ROW_WISE, *WEAK_2)),
     "dlrm_t15_4_weak_rows": Row("dlrm", 4, *T15, overrides=(*ROW_WISE, *WEAK_4)),
-    # Distinct rows of whole tables instead of vectors, where they are fewer bytes.
-    "dlrm_t15_2_least": Row("dlrm", 2, *T15, overrides=("sharding.exchange=least",)),
     "dlrm_t15_2_mixed": replace(
         RAGGED, world_size=2, ragged=1, overrides=("sharding.tables={cat_9: row_wise}",)
     ),
@@ -218,9 +222,8 @@ ROWS = {
     "dlrm_t0_4_bf16_tables": Row("dlrm", 4, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES),
     # 420.9 GiB of tables in float32, on GPUs of 141 GB.
     "dlrm_t0_2_bf16_tables": Row("dlrm", 2, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES),
-    # 420.9 and 210.5 GiB of tables, of which the planner puts most into host memory.
+    # Of which the planner puts most into host memory.
     "dlrm_t0_1_host_fp32": Row("dlrm", 1, "dlrm_criteo_t0", "criteo_t0"),
-    "dlrm_t0_1_host": Row("dlrm", 1, "dlrm_criteo_t0", "criteo_t0", overrides=BF16_TABLES),
     # DCNv2, Adam.
     "dcnv2_t15_1": Row("dcnv2", 1, *CROSS_T15),
     "dcnv2_t15_1_fp8": Row("dcnv2", 1, *CROSS_T15, overrides=FULL_FP8),
@@ -236,10 +239,8 @@ ROWS = {
     "dcnv2_mlperf_1": replace(MLPERF, overrides=STATE_PER_ROW),
     "dcnv2_mlperf_1_fp8": replace(MLPERF, overrides=(*STATE_PER_ROW, *FULL_FP8)),
     "dcnv2_mlperf_1_bf16_tables": replace(MLPERF, overrides=(*STATE_PER_ROW, *BF16_TABLES)),
-    # Adagrad with a state per element: 194.7 GiB, of which the planner puts most into host memory; and on the fewest GPUs that
-    # it fits.
+    # Adagrad with a state per element: 194.7 GiB, of which the planner puts most into host memory.
     "dcnv2_mlperf_elementwise_1_host": MLPERF,
-    "dcnv2_mlperf_elementwise_2": replace(MLPERF, world_size=2),
     "dcnv2_mlperf_4": replace(MLPERF, world_size=4),
     # HugeCTR's examples in their own precision, fp32, and with a bf16 dense component.
     "movielens_1": MOVIELENS,

@@ -40,9 +40,7 @@ def main() -> None:
     parser = command_parser(__doc__)
     parser.add_argument("rows", nargs="+", choices=[*ROWS], metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--data", type=Path, required=True, help="folder of the datasets")
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder for results and run directories"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for results and runs")
     parser.add_argument("--steps", type=int, default=300, help="steps per row, a multiple of 50")
     parser.add_argument("--timeout-s", type=float, default=300, help="time limit per row")
     args = parser.parse_args()
@@ -207,23 +205,23 @@ def breakdown_table(results: list[dict[str, Any]]) -> str:
 
 def row_dataset(row: Row, root: Path) -> Path:
     """Return the row's dataset directory; generate it if it does not exist."""
-    if row.ragged:
-        return ragged_dataset(row_dataset(replace(row, ragged=0), root), row.ragged, row.exponent)
-    more = "".join(f"_{value}" for _, value in row.synthetic)
-    path = root / f"{row.tables}_{row.exponent:g}_{row.train_rows}{more}"
+    if row.ragged or row.tasks > 1:
+        plain = row_dataset(replace(row, ragged=0, tasks=1), root)
+        return ragged_dataset(plain, row.ragged, row.exponent, row.tasks)
     if row.users:
         path = root / f"listens_{row.users}"
-    if (path / "feature_spec.yaml").exists():
-        return path
-    root.mkdir(parents=True, exist_ok=True)
-    if row.users:
-        preprocess("dataset=yambda", f"output={path}", f"yambda.users={row.users}")
-        return path
-    tables = yaml.safe_load((ROOT / "configs/data" / f"{row.tables}.yaml").read_text())["synthetic"]
-    tables |= {"exponent": row.exponent, "train_rows": row.train_rows, "test_rows": TEST_ROWS}
-    values = {key: json.dumps(value) for key, value in tables.items()} | dict(row.synthetic)
-    settings = (f"data.synthetic.{key}={value}" for key, value in values.items())
-    preprocess("dataset=synthetic", f"output={path}", *settings)
+        settings = ["dataset=yambda", f"yambda.users={row.users}"]
+    else:
+        more = "".join(f"_{value}" for _, value in row.synthetic)
+        path = root / f"{row.tables}_{row.exponent:g}_{row.train_rows}{more}"
+        tables = yaml.safe_load((ROOT / f"configs/data/{row.tables}.yaml").read_text())["synthetic"]
+        tables |= {"exponent": row.exponent, "train_rows": row.train_rows, "test_rows": TEST_ROWS}
+        values = {key: json.dumps(value) for key, value in tables.items()} | dict(row.synthetic)
+        of_tables = (f"data.synthetic.{key}={value}" for key, value in values.items())
+        settings = ["dataset=synthetic", *of_tables]
+    if not (path / "feature_spec.yaml").exists():
+        root.mkdir(parents=True, exist_ok=True)
+        preprocess(f"output={path}", *settings)
     return path
 
 

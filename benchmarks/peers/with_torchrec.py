@@ -1,6 +1,6 @@
 """Training speed of TorchRec alone on the rows of the training benchmark, for a comparison in one machine's run.
 
-    python -m benchmarks.peers.with_torchrec --data DIR --out DIR dlrm_t15_2_ragged dlrm_t15_2_rows
+    python -m benchmarks.peers.with_torchrec --data DIR --out DIR dlrm_t15_2_weak_ragged dlrm_t15_2_rows
 
 Each row runs `benchmarks/peers/torchrec_job.py` under torchrun twice: with TorchRec's dense component as shipped (TF32), and
 compiled in bf16. The datasets are those of `python -m benchmarks.train`, generated if they are missing. The command prints a
