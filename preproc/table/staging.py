@@ -722,13 +722,10 @@ def _cast(error: QueryError) -> str:
 def _hint(names: list[str]) -> str:
     """Return the end of a message: the columns there are, and the delimiter if it seems to be another."""
     if len(names) == 1:
-        for delimiter, remedy in (
-            ("\t", "format: tsv"),
-            (";", "delimiter: ';'"),
-            ("|", "delimiter: '|'"),
-        ):
+        options = {"\t": "format: tsv", ";": "delimiter: ';'", "|": "delimiter: '|'"}
+        for delimiter, option in options.items():
             if delimiter in names[0]:
-                return f"; the header {shown(names[0])} is one column, so set the source's {remedy}"
+                return f"; the header {shown(names[0])} is one column, so set the source's {option}"
     return f"; correct it; the columns are {listed(names)}"
 
 
