@@ -577,12 +577,8 @@ def parquet_columns(spec: FeatureSpec, files: SplitFiles) -> dict[str, Any]:
     """Return the `ColumnKind` of each column of the Parquet files of a split of `spec`."""
     from dataloading.dataset.parquet_files import ColumnKind
 
-    kinds = dict.fromkeys(spec.numerical, ColumnKind.number)
-    kinds |= {
-        column.name: ColumnKind.number
-        for column in spec.row_columns
-        if column.name not in files.absent
-    }
+    of_rows = [column.name for column in spec.row_columns if column.name not in files.absent]
+    kinds = dict.fromkeys([*spec.numerical, *of_rows], ColumnKind.number)
     for group in spec.sequences:
         time = None if group.name in files.absent else group.time
         kinds |= {

@@ -68,12 +68,9 @@ class StagedRows:
     @property
     def with_text_items(self) -> str:
         """The query for DuckDB, in which items of lists are texts, as single values are."""
-        lists = [
-            f"CAST({name} AS VARCHAR[]) AS {name}"
-            for name, is_list in self.values.items()
-            if is_list
-        ]
-        replaced = f"REPLACE ({', '.join(lists)})" if lists else ""
+        lists = [name for name, is_list in self.values.items() if is_list]
+        casts = ", ".join(f"CAST({name} AS VARCHAR[]) AS {name}" for name in lists)
+        replaced = f"REPLACE ({casts})" if lists else ""
         return f"SELECT * {replaced} FROM ({self.query})"
 
 
