@@ -100,10 +100,8 @@ def _draw_scores(axes: Any, calibration: Any, task: Mapping[str, Any]) -> None:
         return
     edges, weight = np.array(scores["edges"]), np.array(scores["weight"])
     percent = 100 / weight.sum()
-    for part, color, label in (
-        (weight, TRAIN, "all rows"),
-        (np.array(scores["positives"]), TEST, "labelled 1"),
-    ):
+    positives = np.array(scores["positives"])
+    for part, color, label in ((weight, TRAIN, "all rows"), (positives, TEST, "labelled 1")):
         axes.stairs(percent * part, edges, fill=True, color=color, alpha=0.75, label=label)
     least, most = calibration.get_xlim()
     calibration.set_xlim(min(least, edges[0]), max(most, edges[-1]))
