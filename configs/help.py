@@ -121,7 +121,13 @@ def option_help(
 
 
 def _first_sentence(section: type) -> str:
-    """Return that of the docstring of a class, or of the next base that has one; Python gives dataclasses their signature."""
+    """Return that of the docstring of a class, or of the next base that has one; Python gives dataclasses their signature.
+
+    The options of a model need none: `DLRMOptions` says it.
+    """
+    name = section.__name__
+    if name.endswith("Options") and (section.__doc__ or "").startswith(f"{name}("):
+        return f"Options of {name.removesuffix('Options')}"
     texts = ((base.__name__, base.__dict__.get("__doc__")) for base in section.__mro__)
     written = (text for name, text in texts if text and not text.startswith(f"{name}("))
     return next(written).strip().splitlines()[0].rstrip(".")

@@ -409,7 +409,7 @@ class TableConfig:
     def numerical_names(self) -> list[str]:
         """Return the names of all numerical features in channel order, the lengths of lists and of histories last."""
         names = [feature.name for feature in self.numerical]
-        names += [feature.length_name for feature in self.with_length]
+        names += [feature.length_name for feature in self.categorical if feature.length]
         return names + [history.length_name for history in self.history]
 
     @property
@@ -442,10 +442,6 @@ class TableConfig:
             sql = item.expression or quoted(item.name)
             named[f"event{number}_{j}_"] = (f"numbers: {shown(item.name)}", sql)
         return named
-
-    @property
-    def with_length(self) -> list[Categorical]:
-        return [feature for feature in self.categorical if feature.length]
 
     def check(self) -> None:
         lowered = [name.lower() for name in self.keep]

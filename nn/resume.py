@@ -418,11 +418,8 @@ def _differences(
 ) -> list[str]:
     """Describe what differs from an earlier start and changes what is learnt, but for `FREE` and `changes`."""
     old, new = _complete(before, config), _flat(plain_values(config))
-
-    def may_differ(option: str) -> bool:
-        return any(
-            option == f or (f.endswith(".") and option.startswith(f)) for f in (*FREE, *changes)
-        )
+    free = (*FREE, *changes)
+    sections = tuple(name for name in free if name.endswith("."))
 
     def short(value: Any) -> str:
         return shortened(printable(str(value)))
@@ -430,7 +427,8 @@ def _differences(
     return [
         f"{printable(option)}={short(old.get(option, MISSING))} instead of {short(new.get(option, MISSING))}"
         for option in sorted(old | new)
-        if old.get(option, MISSING) != new.get(option, MISSING) and not may_differ(option)
+        if old.get(option, MISSING) != new.get(option, MISSING)
+        and not (option in free or option.startswith(sections))
     ]
 
 

@@ -92,10 +92,6 @@ class Floor:
     def sustained_ms(self) -> float:
         return max(self.sustained_times_ms.values())
 
-    @property
-    def samples_per_s(self) -> float:
-        return self.global_batch_size / self.ms * 1e3
-
 
 def floor_of(
     config: Config,

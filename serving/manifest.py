@@ -382,11 +382,9 @@ def _read_file(path: Path, dtype: str | None = None) -> tuple[FileState, bool]:
 
 def _check(directory: Path, manifest: Manifest) -> None:
     """Raise ValueError unless all values that a reader uses are of the right kind and fit together."""
-    _texts([manifest.name, manifest.model, *manifest.numerical])
     names = [feature.name for feature in manifest.categorical]
-    _texts(names)
     outputs = [output.name for output in manifest.outputs]
-    _texts(outputs)
+    _texts([manifest.name, manifest.model, *manifest.numerical, *names, *outputs])
     for several in (names, manifest.numerical, outputs):
         if len(set(several)) < len(several):
             raise ValueError("want features of different names, and outputs")

@@ -318,20 +318,13 @@ def features_by_table(
     """
     tables: dict[str, tuple[CategoricalFeature, ...]] = {}
     for feature in categorical:
-        table = feature.table or feature.name
+        table, where = feature.table or feature.name, f"feature_spec.{feature.name}"
         first, *_ = tables[table] = (*tables.get(table, ()), feature)
-        expect(
-            feature.cardinality == first.cardinality,
-            f"feature_spec.{feature.name}.cardinality",
-            feature.cardinality,
-            f"{first.cardinality}, that of {shown(first.name)}, which has the same table {shown(table)}",
-        )
-        expect(
-            feature.is_dynamic == first.is_dynamic,
-            f"feature_spec.{feature.name}.vocabulary",
-            DYNAMIC if feature.is_dynamic else None,
-            f"that of {shown(first.name)}, which has the same table {shown(table)}",
-        )
+        same = f"that of {shown(first.name)}, which has the same table {shown(table)}"
+        rows, own = first.cardinality, feature.cardinality
+        expect(own == rows, f"{where}.cardinality", own, f"{rows}, {same}")
+        vocabulary = DYNAMIC if feature.is_dynamic else None
+        expect(feature.is_dynamic == first.is_dynamic, f"{where}.vocabulary", vocabulary, same)
     return tables
 
 
@@ -400,17 +393,10 @@ def _parse(root: Path, document: object) -> FeatureSpec:
     columns = {column.name: column.channel.value for column in spec.row_columns}
     ragged = {feature.name: feature.hotness is None for feature in spec.categorical}
     group_of = {name: group.name for group in spec.sequences for name in group.columns}
+    moments = [group.name for group in spec.sequences if group.time is not None]
+    of_spec = spec.numerical, columns, ragged, group_of, moments
     splits = {
-        str(split): parse_chunks(
-            root,
-            f"source_spec.{split}",
-            chunks,
-            spec.numerical,
-            columns,
-            ragged,
-            group_of,
-            [group.name for group in spec.sequences if group.time is not None],
-        )
+        str(split): parse_chunks(root, f"source_spec.{split}", chunks, *of_spec)
         for split, chunks in sources.items()
     }
     if "validation" not in splits and "test" in splits:
@@ -429,13 +415,9 @@ def _parse_features(root: Path, document: object) -> FeatureSpec:
         for channel, names in zip(Channel, (labels, *single), strict=True)
     }
     widths = {name: _dtype(features, name) for name in numerical}
+    wanted = " or ".join(NUMERICAL_DTYPES)
     for name, dtype in widths.items():
-        expect(
-            dtype in NUMERICAL_DTYPES,
-            f"feature_spec.{name}.dtype",
-            dtype,
-            " or ".join(NUMERICAL_DTYPES),
-        )
+        expect(dtype in NUMERICAL_DTYPES, f"feature_spec.{name}.dtype", dtype, wanted)
     used = sorted(set(widths.values()) or {NUMERICAL_DTYPES[0]})
     expect(len(used) == 1, "channel_spec.numerical", used, "one dtype for all numericals")
     tables = tuple(_categorical(features, name) for name in categorical)
@@ -535,47 +517,34 @@ def _row_column(features: Mapping[str, Any], name: str, channel: Channel) -> Row
 
 def _categorical(features: Mapping[str, Any], name: str) -> CategoricalFeature:
     """Return one entry of `feature_spec`; a missing ragged mean is 0 until it is measured."""
-    dtype, entry = _dtype(features, name), features[name]
-    expect(
-        dtype in ID_DTYPES, f"feature_spec.{name}.dtype", dtype, f"one of {', '.join(ID_DTYPES)}"
-    )
+    dtype, entry, where = _dtype(features, name), features[name], f"feature_spec.{name}"
+    expect(dtype in ID_DTYPES, f"{where}.dtype", dtype, f"one of {', '.join(ID_DTYPES)}")
     hotness = entry.get("hotness", 1)
     if hotness == RAGGED:
         hotness, mean = None, entry.get("mean_hotness", 0.0)
     else:
-        expect(_is_hotness(hotness), f"feature_spec.{name}.hotness", hotness, HOTNESS)
+        expect(_is_hotness(hotness), f"{where}.hotness", hotness, HOTNESS)
         mean = hotness
-    cardinality = entry.get("cardinality")  # checked by the constructor
-    vocabulary = entry.get("vocabulary")
-    expect(
-        vocabulary in (None, DYNAMIC),
-        f"feature_spec.{name}.vocabulary",
-        vocabulary,
-        f"'{DYNAMIC}', or no such key",
-    )
-    return CategoricalFeature(
-        name,
-        cardinality,
-        np.dtype(dtype),
-        hotness,
-        mean,
-        entry.get("table"),
-        vocabulary is not None,
-    )
+    vocabulary, known = entry.get("vocabulary"), (None, DYNAMIC)
+    expect(vocabulary in known, f"{where}.vocabulary", vocabulary, f"'{DYNAMIC}', or no such key")
+    # Checked by the constructor.
+    cardinality, table, is_dynamic = entry.get("cardinality"), entry.get("table"), bool(vocabulary)
+    return CategoricalFeature(name, cardinality, np.dtype(dtype), hotness, mean, table, is_dynamic)
 
 
 def measured(spec: FeatureSpec) -> FeatureSpec:
     """Return `spec` with the rows per split and missing means filled in; ValueError if sizes disagree."""
     id_bytes = {feature.name: feature.dtype.itemsize for feature in spec.categorical}
-    splits = {
-        name: replace(
-            files,
-            num_rows=_parquet_rows(spec, files)
-            if files.parquet
-            else count_rows(files, spec.row_bytes(files), id_bytes),
-        )
-        for name, files in spec.splits.items()
-    }
+    splits = {}
+    for name, files in spec.splits.items():
+        if files.parquet:
+            # Imported here, since only Parquet needs pyarrow.
+            from dataloading.dataset import parquet_files
+
+            count = parquet_files.count_rows(files.parquet, parquet_columns(spec, files))
+        else:
+            count = count_rows(files, spec.row_bytes(files), id_bytes)
+        splits[name] = replace(files, num_rows=count)
     for files in spec.splits.values():
         for group in spec.sequences if files.slices else ():
             numbers = {files.events[c.name]: c.dtype.itemsize for c in group.numbers}
@@ -604,23 +573,12 @@ def mean_hotness(files: SplitFiles, spec: FeatureSpec, name: str) -> float:
     return group.mean_events(files) if group else files.mean_hotness(name)
 
 
-def _parquet_rows(spec: FeatureSpec, files: SplitFiles) -> int:
-    # Imported here, since only Parquet needs pyarrow.
-    from dataloading.dataset.parquet_files import count_rows
-
-    return count_rows(files.parquet, parquet_columns(spec, files))
-
-
 def parquet_columns(spec: FeatureSpec, files: SplitFiles) -> dict[str, Any]:
     """Return the `ColumnKind` of each column of the Parquet files of a split of `spec`."""
     from dataloading.dataset.parquet_files import ColumnKind
 
-    kinds = dict.fromkeys(spec.numerical, ColumnKind.number)
-    kinds |= {
-        column.name: ColumnKind.number
-        for column in spec.row_columns
-        if column.name not in files.absent
-    }
+    of_rows = [column.name for column in spec.row_columns if column.name not in files.absent]
+    kinds = dict.fromkeys([*spec.numerical, *of_rows], ColumnKind.number)
     for group in spec.sequences:
         time = None if group.name in files.absent else group.time
         kinds |= {

@@ -5,13 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nn.checkpoint.tensor_index import (
-    DTYPES,
-    RowReader,
-    StoredTensor,
-    converted,
-    rows_per_block,
-)
+from nn.checkpoint.tensor_index import DTYPES, RowReader, StoredTensor, converted, rows_per_block
 from nn.deltas.delta import Delta
 from nn.deltas.row_ids import decode_ids
 

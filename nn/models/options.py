@@ -57,8 +57,6 @@ class _TwoMLPOptions(ModelConfig):
 
 @dataclass(kw_only=True, slots=True)
 class DLRMOptions(_TwoMLPOptions):
-    """Options of DLRM."""
-
     def check_relations(self) -> None:
         require(
             self.bottom_mlp[-1] == self.embedding_dim,
@@ -89,8 +87,6 @@ class CrossConfig(Section):
 
 @dataclass(kw_only=True, slots=True)
 class DCNv2Options(_TwoMLPOptions):
-    """Options of DCNv2."""
-
     cross: CrossConfig = field(default_factory=CrossConfig)
 
 
@@ -128,8 +124,6 @@ class WideDeepOptions(_DeepOptions):
 
 @dataclass(kw_only=True, slots=True)
 class DeepFMOptions(_DeepOptions):
-    """Options of DeepFM."""
-
     embedding_dim: int = columns(10, "columns of every feature's vector; its weight is one more")
     embedding_init: float | None = option(
         SMALL_INIT, "bound of the tables' initial weights; null: 1/sqrt(rows) of each table"
@@ -153,8 +147,6 @@ class EmbeddingMLPOptions(_DeepOptions):
 
 @dataclass(kw_only=True, slots=True)
 class FinalMLPOptions(ModelConfig):
-    """Options of FinalMLP."""
-
     embedding_dim: int = columns(10, "columns of every feature's vector")
     hidden_1: list[int] = widths([400, 400, 400], "widths of the first stream", filled=True)
     hidden_2: list[int] = widths([800], "widths of the second stream", filled=True)
@@ -181,8 +173,6 @@ MaskStructure = StrEnum("MaskStructure", "serial parallel")
 
 @dataclass(kw_only=True, slots=True)
 class MaskNetOptions(_TowerOptions):
-    """Options of MaskNet."""
-
     embedding_dim: int = columns(10, "columns of every feature's vector")
     structure: MaskStructure = option(
         MaskStructure.serial, "serial: block after block; parallel: side by side, then an MLP"
@@ -206,8 +196,6 @@ class MaskNetOptions(_TowerOptions):
 
 @dataclass(kw_only=True, slots=True)
 class WuKongOptions(_TowerOptions):
-    """Options of WuKong."""
-
     embedding_dim: int = columns(16, "columns of every vector")
     layers: int = count(2, "interaction layers, the paper's l")
     fm_vectors: int = count(8, "vectors of a factorization machine block, n_F", most=MOST_COLUMNS)
@@ -237,8 +225,6 @@ class AttentionPooling(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class DINOptions(_TowerOptions):
-    """Options of DIN."""
-
     sequence: str | None = option(
         None,
         "sequence group with the history, whose features pair with item_features in order and share their tables; "
@@ -319,8 +305,6 @@ OutputPooling = StrEnum("OutputPooling", "last mean")
 
 @dataclass(kw_only=True, slots=True)
 class BSTOptions(_TransformerOptions):
-    """Options of BST."""
-
     pooling: OutputPooling = option(
         OutputPooling.last,
         "what the MLP reads of the blocks' outputs: last, the candidate's; or mean, that of all",
@@ -329,16 +313,12 @@ class BSTOptions(_TransformerOptions):
 
 @dataclass(kw_only=True, slots=True)
 class TransActOptions(_TransformerOptions):
-    """Options of TransAct."""
-
     recent: int = count(100, "latest events that the transformer reads", most=MOST_COLUMNS)
     outputs: int = count(10, "latest events whose outputs the MLP reads")
 
 
 @dataclass(kw_only=True, slots=True)
 class OneTransOptions(_SequenceOptions):
-    """Options of OneTrans."""
-
     tokens: int = count(16, "tokens of candidate and other features", most=MOST_COLUMNS)
     token_dim: int = count(64, "columns of a token; a multiple of heads", most=MOST_WIDTH)
     blocks: int = count(2, "transformer blocks")
@@ -378,16 +358,12 @@ class SharedBottomOptions(_TaskOptions):
 
 @dataclass(kw_only=True, slots=True)
 class MMoEOptions(_TaskOptions):
-    """Options of MMoE."""
-
     experts: int = count(8, "number of experts")
     expert_hidden: list[int] = widths([256, 128], "widths of every expert's layers", filled=True)
 
 
 @dataclass(kw_only=True, slots=True)
 class PLEOptions(_TaskOptions):
-    """Options of PLE."""
-
     levels: int = count(2, "levels of extraction; 1 is CGC")
     task_experts: int = count(4, "experts of every task in a level")
     shared_experts: int = count(4, "experts in a level that all tasks share")
@@ -396,8 +372,6 @@ class PLEOptions(_TaskOptions):
 
 @dataclass(kw_only=True, slots=True)
 class RankMixerOptions(_TaskOptions):
-    """Options of RankMixer."""
-
     tokens: int = count(16, "tokens, and heads of a token, the paper's T", most=MOST_COLUMNS)
     token_dim: int = count(64, "columns of a token, D; a multiple of tokens", most=MOST_WIDTH)
     layers: int = count(2, "blocks, L")
@@ -466,16 +440,12 @@ class XDeepFMOptions(DeepFMOptions):
 
 @dataclass(kw_only=True, slots=True)
 class ESMMOptions(_TaskOptions):
-    """Options of ESMM."""
-
     embedding_dim: int = columns(18, "columns of every table")
     tower_hidden: list[int] = widths([360, 200, 80], "widths of the hidden layers of both towers")
 
 
 @dataclass(kw_only=True, slots=True)
 class PEPNetOptions(_TowerOptions):
-    """Options of PEPNet."""
-
     domain_features: list[str] = option([], "features of the domain, which gate all embeddings")
     prior_features: list[str] = option(
         [], "features of user, item and author, which gate the towers' hidden layers"
@@ -487,8 +457,6 @@ class PEPNetOptions(_TowerOptions):
 
 @dataclass(kw_only=True, slots=True)
 class STAROptions(_TowerOptions):
-    """Options of STAR."""
-
     domain: str | None = option(
         None,
         "numerical feature with the number of a row's domain, from 0 to domains - 1",

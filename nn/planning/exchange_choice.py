@@ -14,7 +14,6 @@ from nn.tiers.traffic import expected_distinct
 
 
 def with_exchanges(plan: Sequence[TablePlan], problem: PlanProblem) -> list[TablePlan]:
-    """Return the plan with the exchange of each table."""
     declared = {table.name: table for table in problem.declared}
     return [
         replace(

@@ -305,10 +305,8 @@ def _finish(
 def _mark_outside(axes: Any, lines: Mapping[str, Series], low: float, high: float) -> None:
     """Draw a triangle at the edge of the frame for points beyond it, and their range beside the panel's title."""
     extremes = []
-    for marker, height, text, extreme in (
-        ("^", 0.985, "▲ up to", max),
-        ("v", 0.015, "▼ down to", min),
-    ):
+    ends = ("^", 0.985, "▲ up to", max), ("v", 0.015, "▼ down to", min)
+    for marker, height, text, extreme in ends:
         farthest = []
         for color, (steps, values) in lines.items():
             beyond = values > high if marker == "^" else values < low

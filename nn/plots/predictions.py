@@ -34,8 +34,15 @@ def draw_predictions(document: Mapping[str, Any], out_png: Path) -> None:
             calibration = row.add_subplot(grid[0, 0])
             _draw_calibration(calibration, task, head)
             _draw_scores(row.add_subplot(grid[1, 0], sharex=calibration), calibration, task)
-            _draw_gain(row.add_subplot(grid[:, 1]), task)
-            _draw_lift(row.add_subplot(grid[:, 2]), task)
+            for column, (title, draw) in enumerate((("gain", _draw_gain), ("lift", _draw_lift)), 1):
+                axes = row.add_subplot(grid[:, column])
+                axes.set_title(title)
+                if task["gain"] is None:
+                    _no(axes, "undefined: no row is labelled 1")
+                    continue
+                draw(axes, task, task["gain"])
+                axes.set(xlabel="% of the rows, highest scores first")
+                legend_above(axes, columns=1, lines=3)
 
 
 def _draw_calibration(axes: Any, task: Mapping[str, Any], head: str) -> None:
@@ -93,10 +100,8 @@ def _draw_scores(axes: Any, calibration: Any, task: Mapping[str, Any]) -> None:
         return
     edges, weight = np.array(scores["edges"]), np.array(scores["weight"])
     percent = 100 / weight.sum()
-    for part, color, label in (
-        (weight, TRAIN, "all rows"),
-        (np.array(scores["positives"]), TEST, "labelled 1"),
-    ):
+    positives = np.array(scores["positives"])
+    for part, color, label in ((weight, TRAIN, "all rows"), (positives, TEST, "labelled 1")):
         axes.stairs(percent * part, edges, fill=True, color=color, alpha=0.75, label=label)
     least, most = calibration.get_xlim()
     calibration.set_xlim(min(least, edges[0]), max(most, edges[-1]))
@@ -125,13 +130,8 @@ def _calibration_range(
     return max(0.0, low - margin) - 1e-3, min(1.0, high + margin) + 1e-3, False
 
 
-def _draw_gain(axes: Any, task: Mapping[str, Any]) -> None:
+def _draw_gain(axes: Any, task: Mapping[str, Any], gain: Mapping[str, Sequence[float]]) -> None:
     """Draw the part of all positives among the rows of the highest scores."""
-    axes.set_title("gain")
-    gain = task["gain"]
-    if gain is None:
-        _no(axes, "undefined: no row is labelled 1")
-        return
     rows, positives = [0.0, *gain["rows_percent"]], [0.0, *gain["positives_percent"]]
     rate = 100 * task["mean_label"]
     axes.fill_between(rows, rows, positives, color=TRAIN, alpha=0.1, linewidth=0)
@@ -141,34 +141,17 @@ def _draw_gain(axes: Any, task: Mapping[str, Any]) -> None:
         (0, 100), (0, 100), color=FAINT, linestyle=(0, (5, 3)), linewidth=1.3, label="random order"
     )
     _mark_percent(axes, gain, "positives_percent", (10, 50), "{:.1f} %", below=True)
-    axes.set(
-        xlim=(-1, 101),
-        ylim=(-1, 104),
-        xlabel="% of the rows, highest scores first",
-        ylabel="% of the rows labelled 1",
-    )
-    legend_above(axes, columns=1, lines=3)
+    axes.set(xlim=(-1, 101), ylim=(-1, 104), ylabel="% of the rows labelled 1")
 
 
-def _draw_lift(axes: Any, task: Mapping[str, Any]) -> None:
+def _draw_lift(axes: Any, _: Mapping[str, Any], gain: Mapping[str, Sequence[float]]) -> None:
     """Draw the rate of positives among the rows of the highest scores over that of all rows."""
-    axes.set_title("lift")
-    gain = task["gain"]
-    if gain is None:
-        _no(axes, "undefined: no row is labelled 1")
-        return
     axes.plot(gain["rows_percent"], gain["lift"], color=TEST, linewidth=1.8, label="this model")
     axes.axhline(1, color=FAINT, linestyle=(0, (5, 3)), linewidth=1.3, label="random order")
     _mark_percent(axes, gain, "lift", (1, 10, 50), "{:.2f}", below=False)
-    axes.set(
-        xscale="log",
-        xlim=(0.09, 110),
-        ylim=(0, 1.2 * max(*gain["lift"], 1.2)),
-        xlabel="% of the rows, highest scores first",
-        ylabel="rate of 1 / rate in all rows",
-    )
+    most = 1.2 * max(*gain["lift"], 1.2)
+    axes.set(xscale="log", xlim=(0.09, 110), ylim=(0, most), ylabel="rate of 1 / rate in all rows")
     axes.set_xticks((0.1, 1, 10, 100), ("0.1", "1", "10", "100"))
-    legend_above(axes, columns=1, lines=3)
 
 
 def _mark_percent(

@@ -109,37 +109,33 @@ class HostTier:
     ) -> None:
         self._device = device
         self._shards = list(shards)
-        kinds = list(dict.fromkeys(_kind_of(shard) for shard in shards))
+        members: dict[tuple[int, torch.dtype, bool], list[int]] = {}  # shards of each group
+        for index, shard in enumerate(shards):
+            kind = shard.width, shard.dtype, shard.is_on_disk
+            members.setdefault(kind, []).append(index)
         self._groups: list[_Group] = []
         self._group_and_row: dict[int, tuple[int, int]] = {}  # shard -> group, first row in it
-        # Rows on disk of each group for which host memory has room: the same fraction of all groups.
-        on_disk = {
-            kind: bytes_of_row(kinds_of(kind[0], kind[1], states)) for kind in kinds if kind[2]
-        }
-        rows = {
-            kind: sum(shard.rows for shard in shards if _kind_of(shard) == kind) for kind in on_disk
-        }
-        total = sum(count * on_disk[kind] for kind, count in rows.items())
+        # Host memory has room for the same fraction of the rows on disk of all groups.
+        total = sum(
+            shard.rows * bytes_of_row(kinds_of(shard.width, shard.dtype, states))
+            for shard in shards
+            if shard.is_on_disk
+        )
         share = 0.0 if disk is None else min(disk.read_ahead_bytes / max(total, 1), 1.0)
         self._directory = None if disk is None else TierDirectory(disk.path)
-        for number, kind in enumerate(kinds):
-            first = 0
-            members = []
-            for index, shard in enumerate(shards):
-                if _kind_of(shard) == kind:
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for number, indices in enumerate(members.values()):
+                of_group, first = [shards[index] for index in indices], 0
+                for index, shard in zip(indices, of_group, strict=True):
                     self._group_and_row[index] = number, first
-                    members.append(shard)
                     first += shard.rows
-            with ExitStack() as undo:
-                undo.callback(self.close)
-                buffer_rows = int(rows.get(kind, 0) * share)
-                group = _group_of(members, states, device, self._directory, buffer_rows)
-                undo.pop_all()
-            self._groups.append(group)
+                self._groups.append(_group_of(of_group, states, device, self._directory, share))
+            undo.pop_all()
         # Of both turns and every group, where kernels map; see `DeviceMoves`.
         self._counted: Tensor | None = None
         if maps_by_kernels(device):
-            self._counted = torch.zeros(2, len(kinds), 8, dtype=torch.int32, device=device)
+            self._counted = torch.zeros(2, len(members), 8, dtype=torch.int32, device=device)
             # Triton comes with torch's CUDA builds only.
             from nn.tiers.slot_kernels import SlotKernels
 
@@ -151,9 +147,9 @@ class HostTier:
         self._is_training = True
         self._live = LiveBatches(device)
         stores = {
-            number: group.store
+            number: store
             for number, group in enumerate(self._groups)
-            if isinstance(group.store, DiskStore)
+            if (store := group.disk_store) is not None
         }
         resident = partial(_resident, self._groups, self._exchanges)
         self.read_ahead = ReadAhead(stores, resident) if stores else None
@@ -396,18 +392,14 @@ def maps_by_kernels(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _kind_of(shard: TieredShard) -> tuple[int, torch.dtype, bool]:
-    return shard.width, shard.dtype, shard.is_on_disk
-
-
 def _group_of(
     members: Sequence[TieredShard],
     states: Sequence[StateField],
     device: torch.device,
     directory: TierDirectory | None,
-    buffer_rows: int,
+    share: float,
 ) -> _Group:
-    """Return a group of tables; host memory has room for `buffer_rows` rows of tables on disk."""
+    """Return a group of tables; host memory has room for the `share` of the rows of tables on disk."""
     slots = [shard.slots for shard in members]
     needed = sum(min(shard.live_rows, shard.rows) for shard in members)
     assert needed <= sum(slots), "the planner refuses smaller arenas"
@@ -426,6 +418,7 @@ def _group_of(
     file = TableFile(directory, name, shards, kinds)
     kept = slot_map.kept_rows().numpy()
     least = min(sum(slots) - len(kept) + needed, sum(rows) - len(kept))
+    buffer_rows = int(sum(rows) * share)
     assert buffer_rows >= least, "the planner refuses less host memory"
     buffer_rows = max(min(buffer_rows, sum(rows) - len(kept)), 1)
     return _Group(DiskStore(file, buffer_rows, sum(slots), kinds, kept, device), slot_map)

@@ -30,18 +30,15 @@ class SlotIds:
         device: torch.device,
         asked: Sequence[tuple[SlotRows, int]] = (),
     ) -> None:
-        self.blocks = dict(blocks)
-        self.tables = list(tables)
-        for position, table in enumerate(tables):
-            if table.slots is not None:
-                own = (replace(x, feature=f"{x.feature}/{position}") for x in table.lookups)
-                self.tables[position] = replace(table, lookups=tuple(own))
+        self.blocks, self.tables = dict(blocks), list(tables)
         end = sum(block.size for block in blocks.values())
         positions = []
-        for table, renamed in zip(tables, self.tables, strict=True):
+        for number, table in enumerate(tables):
             if table.slots is None:
                 continue
-            for lookup, copied in zip(table.lookups, renamed.lookups, strict=True):
+            own = [replace(x, feature=f"{x.feature}/{number}") for x in table.lookups]
+            self.tables[number] = replace(table, lookups=tuple(own))
+            for lookup, copied in zip(table.lookups, own, strict=True):
                 block = blocks[lookup.feature]
                 self.blocks[copied.feature] = replace(block, first=end)
                 positions.append(torch.arange(block.first, block.first + block.size))

@@ -101,11 +101,7 @@ def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim
 
         return FusedSGD(parameters, lr=config.lr)
     optimizer = torch.optim.SGD(
-        parameters,
-        lr=config.lr,
-        momentum=config.momentum,
-        nesterov=config.nesterov,
-        fused=True,
+        parameters, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True
     )
     if config.momentum:
         # Otherwise torch allocates it in the first step, and leaves it undefined where `found_inf` skips that one.

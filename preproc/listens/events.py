@@ -41,8 +41,6 @@ def joined(parts: Sequence[Listens]) -> Listens:
 
 
 class ItemMaps(NamedTuple):
-    """Artist and album of each item."""
-
     artists: np.ndarray
     albums: np.ndarray
 

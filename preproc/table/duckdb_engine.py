@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,12 +68,9 @@ class StagedRows:
     @property
     def with_text_items(self) -> str:
         """The query for DuckDB, in which items of lists are texts, as single values are."""
-        lists = [
-            f"CAST({name} AS VARCHAR[]) AS {name}"
-            for name, is_list in self.values.items()
-            if is_list
-        ]
-        replaced = f"REPLACE ({', '.join(lists)})" if lists else ""
+        lists = [name for name, is_list in self.values.items() if is_list]
+        casts = ", ".join(f"CAST({name} AS VARCHAR[]) AS {name}" for name in lists)
+        replaced = f"REPLACE ({casts})" if lists else ""
         return f"SELECT * {replaced} FROM ({self.query})"
 
 
@@ -190,18 +187,14 @@ class DuckDBEngine:
                 relation = lines_of(files.source, file, columns, files.lists)
             else:
                 relation = self._text(files.source, file, path, columns)
-            try:
+            with self._errors_explained(file):
                 self._connection.execute(f"FROM {relation} LIMIT 0")
-            except duckdb.Error as error:
-                raise _explained(file, error, may_skip=self._may_skip) from None
             parts.append(
                 f"SELECT {number} AS file_, row_number() OVER () AS order_, * FROM {relation}"
             )
         query = change(" UNION ALL BY NAME ".join(parts))
-        try:
+        with self._errors_explained():
             self._connection.execute(f"CREATE OR REPLACE TEMP VIEW {quoted(name)} AS {query}")
-        except duckdb.Error as error:
-            raise _explained(None, error, may_skip=self._may_skip) from None
 
     def _text(self, source: Source, file: RawFile, path: str, names: list[str]) -> str:
         is_csv = source.format == "csv"
@@ -236,18 +229,14 @@ class DuckDBEngine:
         from preproc.table.parquet_texts import dictionary_columns
 
         temporary = path.with_name(f"{path.name}.new")
-        found: dict[str, list[str]] = {}
-        try:
-            if rows.plain:
-                found = dictionary_columns([file.path for file in rows.files], rows.plain)
+        paths = [file.path for file in rows.files]
+        found = dictionary_columns(paths, rows.plain) if rows.plain else {}
+        is_staged = False
+        with suppress(*[pa.ArrowException] * bool(found)):
             self._stage(rows, found, _emptied(temporary))
-            is_read = True
-        except pa.ArrowException:
-            if not found:
-                raise
-            is_read = False
+            is_staged = True
         # Not while the error is handled, whose traceback has the open stream.
-        if not is_read:
+        if not is_staged:
             # DuckDB reads what Arrow does not, or names what is wrong with it.
             self._stage(rows, {}, _emptied(temporary))
         replace_directory(temporary, path)
@@ -375,14 +364,14 @@ class DuckDBEngine:
             return self._current.execute(query).fetchall()
 
     @contextmanager
-    def _errors_explained(self) -> Iterator[None]:
+    def _errors_explained(self, file: RawFile | None = None) -> Iterator[None]:
         """Raise the errors of queries as `_explained` words them, but for a lack of memory, which others handle."""
         try:
             yield
         except duckdb.OutOfMemoryException:
             raise
         except duckdb.Error as error:
-            raise _explained(None, error, may_skip=self._may_skip) from None
+            raise _explained(file, error, may_skip=self._may_skip) from None
 
     def stream(self, query: str, rows_at_once: int) -> Generator["pa.RecordBatch"]:
         """Yield the rows of a query as it runs; meanwhile only cursors may run others."""

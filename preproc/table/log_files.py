@@ -26,8 +26,6 @@ from preproc.table.transformation import NO_VALUE
 
 @dataclass(frozen=True, slots=True)
 class LineValues:
-    """Values of a feature in a line."""
-
     columns: dict[str, str]  # by kind, as `kinds_of_values`
     dtype: np.dtype  # of stored ids
     ids_of_codes: np.ndarray | None

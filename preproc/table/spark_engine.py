@@ -76,23 +76,15 @@ class SparkEngine:
         # Otherwise a line counts as complete once it has the columns that a query reads.
         self._spark.conf.set("spark.sql.csv.parser.columnPruning.enabled", "false")
         self._texts: list[tuple[RawFile, int, DataFrame]] = []
-        self._sql(
-            "CREATE OR REPLACE TEMPORARY FUNCTION hex_number(digits STRING) RETURNS BIGINT "
-            "RETURN CAST(conv(digits, 16, 10) AS BIGINT)"
-        )
-        self._sql(
-            "CREATE OR REPLACE TEMPORARY FUNCTION text_order(value STRING) RETURNS BINARY "
-            "RETURN CAST(value AS BINARY)"
-        )
-        self._sql(
-            "CREATE OR REPLACE TEMPORARY FUNCTION whole_seconds(time TIMESTAMP) RETURNS BIGINT "
-            "RETURN unix_seconds(time)"
-        )
-        # split() takes a regular expression; \\Q and \\E make it literal.
-        self._sql(
-            "CREATE OR REPLACE TEMPORARY FUNCTION split_text(value STRING, separator STRING) "
-            "RETURNS ARRAY<STRING> RETURN split(value, concat('\\\\Q', separator, '\\\\E'))"
-        )
+        for function in (
+            "hex_number(digits STRING) RETURNS BIGINT RETURN CAST(conv(digits, 16, 10) AS BIGINT)",
+            "text_order(value STRING) RETURNS BINARY RETURN CAST(value AS BINARY)",
+            "whole_seconds(time TIMESTAMP) RETURNS BIGINT RETURN unix_seconds(time)",
+            # split() takes a regular expression; \\Q and \\E make it literal.
+            "split_text(value STRING, separator STRING) RETURNS ARRAY<STRING> "
+            "RETURN split(value, concat('\\\\Q', separator, '\\\\E'))",
+        ):
+            self._sql(f"CREATE OR REPLACE TEMPORARY FUNCTION {function}")
 
     def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
         """Read each file by itself; `order_` is the position of a row in the file, by block and within it."""
@@ -146,17 +138,21 @@ class SparkEngine:
 
     def _text(self, source: Source, path: str, names: list[str]) -> DataFrame:
         csv = source.format == "csv"
-        reader = self._spark.read.option("header", source.has_header)
-        reader = reader.option("sep", source.delimiter if csv else "\t")
         # An empty quote turns quoting off; Spark writes it as the null character.
-        reader = reader.option("quote", '"' if csv else "\u0000").option(
-            "escape", '"' if csv else "\u0000"
+        quote = '"' if csv else "\u0000"
+        reader = self._spark.read.options(
+            header=source.has_header,
+            sep=source.delimiter if csv else "\t",
+            quote=quote,
+            escape=quote,
+            # A line that cannot be split into the columns is kept in a column of its own.
+            mode="PERMISSIVE",
+            columnNameOfCorruptRecord=LINE,
+            nullValue="",
+            emptyValue="",
+            # Columns are read by their position; the header is not compared with the names.
+            enforceSchema="true",
         )
-        # A line that cannot be split into the columns is kept in a column of its own.
-        reader = reader.option("mode", "PERMISSIVE").option("columnNameOfCorruptRecord", LINE)
-        reader = reader.option("nullValue", "").option("emptyValue", "")
-        # Columns are read by their position; the header is not compared with the names.
-        reader = reader.option("enforceSchema", "true")
         escaped = [column.replace("`", "``") for column in [*names, LINE]]
         schema = ", ".join(f"`{column}` STRING" for column in escaped)
         return reader.schema(schema).csv(path)

@@ -81,17 +81,10 @@ VALUE_NAMES = {
 
 
 ROLES = {
-    **{
-        "label": "label",
-        "weight": "weight",
-        "keep_rate": "keep rate",
-        "teacher": "teacher",
-        "n": "feature",
-        "c": "feature",
-    },
+    **{"label": "label", "weight": "weight", "keep_rate": "keep rate", "teacher": "teacher"},
+    **dict.fromkeys(("n", "c"), "feature"),
     **dict.fromkeys(("who", "time", "past", "event", "moment", "numbers"), "history"),
-    **{"split": "split", "keep": "kept"},
-    "key": "order",
+    **{"split": "split", "keep": "kept", "key": "order"},
 }
 """What a column becomes by the names of the columns of expressions, without their numbers."""
 
@@ -166,8 +159,8 @@ class Staging:
             self._refuse_expression(base, lambda query: len(engine.columns(query)) == width + 1)
             raise ValueError(f"table: {reason}")
         self._base_query, self._kinds = base, dict(columns)
-        self.query = self._checked(values, dict(columns))
-        self._plain = self._plain_columns(dict(columns))
+        self.query = self._checked(values)
+        self._plain = self._plain_columns()
         keys = [f"key{i}_" for i in range(len(table.order_by))]
         # columns of the query that order it
         self.order_by = keys if table.query else ["file_", "order_"]
@@ -295,7 +288,7 @@ class Staging:
             }
         return roles
 
-    def _plain_columns(self, kinds: dict[str, str]) -> dict[str, str]:
+    def _plain_columns(self) -> dict[str, str]:
         """Return the categorical columns that are columns of text of Parquet files, and the names there."""
         table = self.table
         (*_, source) = self.sources.values()
@@ -307,7 +300,7 @@ class Staging:
             if item.is_column
             and re.fullmatch(r"c\d+", item.column)
             and not table.categorical[int(item.column[1:])].is_list
-            and kinds[item.column] == "varchar"
+            and self._kinds[item.column] == "varchar"
         }
 
     def _require_file(self, base: str) -> None:
@@ -421,9 +414,9 @@ class Staging:
         ]
         return f"SELECT {', '.join(columns)} FROM ({base})"
 
-    def _checked(self, values: str, kinds: dict[str, str]) -> str:
+    def _checked(self, values: str) -> str:
         """Return the query of the stored columns, and the mistake of a row as `bad_`."""
-        table, engine = self.table, self._engine
+        table, engine, kinds = self.table, self._engine, self._kinds
         # Columns of the base have no NaN; what expressions compute may.
         clean = {item.column for item in self._expressions if item.is_column}
         values = _with_missing(engine, values, clean=clean)
@@ -470,25 +463,24 @@ class Staging:
         for i, feature in enumerate(table.categorical):
             _check_kind(feature, kinds[f"c{i}"])
             columns.append(f"{categorical_value(feature, f'c{i}')} AS c{i}")
-        for i in range(len(table.pasts)):
-            of_past, mistakes = self._past_columns(i, kinds)
-            columns += of_past
+        for of, mistakes in (
+            *(self._past_columns(i) for i in range(len(table.pasts))),
+            *(self._list_columns(i) for i in range(len(table.event_lists))),
+        ):
+            columns += of
             reasons += mistakes
-        for i, lists in enumerate(table.event_lists):
-            columns += self._list_columns(i, lists, kinds)
-            reasons += self._mistakes(lists)
         if table.split.by == "column":
             columns.append("CAST(split_ AS STRING) AS split_")
         mistake = f"CASE {' '.join(reasons)} END" if reasons else "CAST(NULL AS STRING)"
         columns.append(f"{mistake} AS bad_")
         if table.query:
             columns += [f"key{i}_" for i in range(len(table.order_by))]
-        columns += self._kept_columns(kinds)
+        columns += self._kept_columns()
         return f"SELECT {', '.join(columns)} FROM ({values})"
 
-    def _kept_columns(self, kinds: dict[str, str]) -> list[str]:
+    def _kept_columns(self) -> list[str]:
         for i, name in enumerate(self.table.keep):
-            kind = kinds[f"keep{i}_"]
+            kind = self._kinds[f"keep{i}_"]
             if not KEPT_TYPE.fullmatch(kind):
                 raise ValueError(
                     f"table.keep: {shown(name)} is {kind.partition(' ')[0]}, want numbers, text, dates or times; cast it "
@@ -496,12 +488,12 @@ class Staging:
                 )
         return [f"keep{i}_" for i in range(len(self.table.keep))]
 
-    def _past_columns(self, number: int, kinds: dict[str, str]) -> tuple[list[str], list[str]]:
+    def _past_columns(self, number: int) -> tuple[list[str], list[str]]:
         """Return the stored columns of a history or a log (user, time, filter, numbers), and the mistakes of its numbers."""
         past = self.table.pasts[number]
         where, named = _where(past), self.table.past_columns(number)
         who, time, condition = (f"{key}{number}_" for key in ("who", "time", "past"))
-        kind, past_kind = kinds[time], kinds.get(condition, "boolean")
+        kind, past_kind = self._kinds[time], self._kinds.get(condition, "boolean")
         _check_time(past, kind)
         if past_kind != "boolean":
             raise ValueError(
@@ -513,24 +505,34 @@ class Staging:
         if condition in named:
             columns.append(condition)
         mistakes = []
-        for column in [column for column in named if column.startswith("event")]:
+        for column, (key, _) in named.items():
+            if not column.startswith("event"):
+                continue
             number_ = self._engine.without_nan(number_of(column), "double")
             columns.append(f"{as_float(f'coalesce({number_}, 0)')} AS {column}")
             bad = f"{not_a_number(column, number_of(column))} OR abs({number_}) > {LARGEST_FLOAT}"
-            key, _ = named[column]
             mistakes.append(
                 f"WHEN {bad} THEN {text(f'{where}: {key} is ')} || {shown_value(column)} "
                 "|| ', wanted a number that float32 holds'"
             )
         return columns, mistakes
 
-    def _list_columns(self, number: int, group: EventLists, kinds: dict[str, str]) -> list[str]:
-        """Return the stored columns of a group of lists: the moment of the row, and lists of numbers."""
-        columns = []
-        features = {feature.name: feature for feature in self.table.categorical}
-        separator = features[group.lists[0]].separator
+    def _list_columns(self, number: int) -> tuple[list[str], list[str]]:
+        """Return the stored columns of a group of lists (the moment of the row, lists of numbers), and a row's mistakes.
+
+        These are lists of different lengths, or without a number for an item.
+        """
+        group, num_items = self.table.event_lists[number], self._engine.num_items
+        features = {f.name: (f"c{i}", f) for i, f in enumerate(self.table.categorical)}
+        separator = features[group.lists[0]][1].separator
+        sizes = {}
+        for name in group.lists:
+            column, feature = features[name]
+            sizes[name] = num_items(categorical_value(feature, column), whole=False)
+        columns, lacking = [], []
+        names = iter(group.number_names)
         for column, (key, sql) in group.columns(number).items():
-            kind, value = kinds[column], column
+            kind, value = self._kinds[column], column
             if column.startswith("moment"):
                 _check_time(group, kind)
                 columns.append(f"{seconds_of(column, kind)} AS {column}")
@@ -547,32 +549,21 @@ class Staging:
                     f"{_where(group)}: {key}: got {shown(sql)}, a list of dates or times; want numbers, such as {{name: NAME, "
                     f'expression: "[epoch(x) for x in {sql}]"}}'
                 )
-            columns.append(f"try_cast({value} AS {self._engine.doubles}) AS {column}")
-        return columns
-
-    def _mistakes(self, group: EventLists) -> list[str]:
-        """Return the mistakes of a row: lists of different lengths, or without a number for an item."""
-        features = {f.name: (i, f) for i, f in enumerate(self.table.categorical)}
-        number = self.table.event_lists.index(group)
-        sizes = {}
-        for name in group.lists:
-            i, feature = features[name]
-            value = categorical_value(feature, f"c{i}")
-            sizes[name] = self._engine.num_items(value, whole=False)
-        stored, missing = self._list_columns(number, group, self._kinds), []
-        for name, column in zip(group.number_names, stored[bool(group.time) :], strict=True):
-            numbers = column.rpartition(" AS ")[0]
-            sizes[name] = self._engine.num_items(numbers, whole=False)
-            present = self._engine.num_items(numbers, whole=True)
+            numbers = f"try_cast({value} AS {self._engine.doubles})"
+            columns.append(f"{numbers} AS {column}")
+            name = next(names)
+            sizes[name] = num_items(numbers, whole=False)
             lacks = f"{shown(name)} of {shown(group.name)} lacks the number of an item"
-            missing.append(f"WHEN {present} <> {sizes[name]} THEN {text(lacks)}")
+            lacking.append(
+                f"WHEN {num_items(numbers, whole=True)} <> {sizes[name]} THEN {text(lacks)}"
+            )
         first, *others = sizes.values()
         unequal = " OR ".join(f"{size} <> {first}" for size in others) or "false"
         shown_sizes = " || ', ' || ".join(
             f"CAST({size} AS STRING) || {text(f' of {name}')}" for name, size in sizes.items()
         )
         counts = text(f"{group.name} has other numbers of items: ")
-        return [f"WHEN {unequal} THEN {counts} || {shown_sizes}", *missing]
+        return columns, [f"WHEN {unequal} THEN {counts} || {shown_sizes}", *lacking]
 
     def _refuse_expression(self, base: str, works: Callable[[str], bool]) -> None:
         """Raise ValueError for the first expression for which `works` of its query is false or fails."""
@@ -731,13 +722,10 @@ def _cast(error: QueryError) -> str:
 def _hint(names: list[str]) -> str:
     """Return the end of a message: the columns there are, and the delimiter if it seems to be another."""
     if len(names) == 1:
-        for delimiter, remedy in (
-            ("\t", "format: tsv"),
-            (";", "delimiter: ';'"),
-            ("|", "delimiter: '|'"),
-        ):
+        options = {"\t": "format: tsv", ";": "delimiter: ';'", "|": "delimiter: '|'"}
+        for delimiter, option in options.items():
             if delimiter in names[0]:
-                return f"; the header {shown(names[0])} is one column, so set the source's {remedy}"
+                return f"; the header {shown(names[0])} is one column, so set the source's {option}"
     return f"; correct it; the columns are {listed(names)}"
 
 

@@ -156,10 +156,8 @@ def compared(pairs: Iterable[tuple[Tensor, Tensor]], split: str, dtype: str, lim
     largest, num_rows = 0.0, 0
     for wanted, got in pairs:
         # First: a comparison with nan is never true, so the largest of several differences would hide it.
-        for scores, by, remedy in (
-            (wanted, "the training path", DIVERGED),
-            (got, "the export", BUG),
-        ):
+        sides = (wanted, "the training path", DIVERGED), (got, "the export", BUG)
+        for scores, by, remedy in sides:
             is_bad = ~scores.isfinite()
             if is_bad.any():
                 row, task = (int(index) for index in is_bad.nonzero()[0])

@@ -39,11 +39,8 @@ def _stored(index: TensorIndex, table: Table) -> StoredTensor:
     tensor = index.tensors.get(f"tables.{table.name}.weight")
     if tensor is None:
         raise ValueError(f"the checkpoint has no table {table.name}; it is of another model")
-    if tensor.size != (table.rows, table.columns) or tensor.dtype not in (
-        "float32",
-        "float16",
-        "bfloat16",
-    ):
+    is_float = tensor.dtype in ("float32", "float16", "bfloat16")
+    if tensor.size != (table.rows, table.columns) or not is_float:
         raise ValueError(
             f"table {table.name} of the checkpoint is {tensor.dtype} {list(tensor.size)}, and the model declares "
             f"{[table.rows, table.columns]}"

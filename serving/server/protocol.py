@@ -122,8 +122,6 @@ class _Entry(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A request as its JSON describes it."""
-
     entries: tuple[_Entry, ...]
     length: int  # bytes of the JSON
     request: InferRequest  # without inputs

@@ -134,12 +134,12 @@ class Service:
                 self._want(request, "GET")
                 status = HTTPStatus.OK if self._is_ready else HTTPStatus.SERVICE_UNAVAILABLE
                 return json_response({"ready": self._is_ready}, status)
-            case ["v2", "repository", "index"]:
-                self._want(request, "POST")
-                return json_response(self._index())
-            case ["v2", "models"]:
-                self._want(request, "GET")
-                return json_response(self._index())
+            case ["v2", "models"] | ["v2", "repository", "index"]:
+                self._want(request, "GET" if parts[1] == "models" else "POST")
+                versions_of = ((of.name, of.current.name) for of in self._models)
+                return json_response(
+                    [{"name": n, "version": v, "state": "READY"} for n, v in versions_of]
+                )
             case ["v2", "models", model, *rest]:
                 versions = next((of for of in self._models if of.name == model), None)
                 if versions is None:
@@ -153,11 +153,6 @@ class Service:
                     version = versions.choose(request.headers.get(CANARY_KEY))
                 return await self._model(request, versions, version, rest)
         raise RequestError(HTTPStatus.NOT_FOUND, f"there is no {shown(request.path)}")
-
-    def _index(self) -> list[dict[str, str]]:
-        return [
-            {"name": of.name, "version": of.current.name, "state": "READY"} for of in self._models
-        ]
 
     async def _model(
         self, request: Request, versions: Versions, version: Version, rest: list[str]

@@ -62,12 +62,7 @@ def _partial_sums(x: Tensor, count: int, dtype: torch.dtype) -> tuple[tuple[int,
 
 
 @triton.jit
-def _moments(
-    x,
-    num_valid,
-    sums,
-    columns,
-):
+def _moments(x, num_valid, sums, columns):
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     valid = tl.load(num_valid)
     total = tl.zeros((BLOCK_C,), tl.float64)
@@ -93,17 +88,7 @@ def _moments(
 
 
 @triton.jit
-def _normalise(
-    x,
-    out,
-    num_valid,
-    mean,
-    rstd,
-    weight,
-    bias,
-    rows,
-    columns,
-):
+def _normalise(x, out, num_valid, mean, rstd, weight, bias, rows, columns):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_column = column < columns
@@ -121,15 +106,7 @@ def _normalise(
 
 
 @triton.jit
-def _gradient_sums(
-    grad,
-    x,
-    num_valid,
-    mean,
-    rstd,
-    sums,
-    columns,
-):
+def _gradient_sums(grad, x, num_valid, mean, rstd, sums, columns):
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     center = tl.load(mean + column, mask=column < columns, other=0.0)
     factor = tl.load(rstd + column, mask=column < columns, other=0.0)
@@ -152,18 +129,7 @@ def _gradient_sums(
 
 
 @triton.jit
-def _input_gradient(
-    grad,
-    x,
-    out,
-    num_valid,
-    mean,
-    rstd,
-    weight,
-    mean_sums,
-    rows,
-    columns,
-):
+def _input_gradient(grad, x, out, num_valid, mean, rstd, weight, mean_sums, rows, columns):
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_column = column < columns

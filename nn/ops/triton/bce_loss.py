@@ -11,11 +11,7 @@ BLOCK = 1024
 
 
 def fused_bce_loss_share(
-    logits: Tensor,
-    labels: Tensor,
-    num_valid: int,
-    global_valid: int,
-    unit: Tensor | None = None,
+    logits: Tensor, labels: Tensor, num_valid: int, global_valid: int, unit: Tensor | None = None
 ) -> Tensor:
     """Compute `nn.layers.bce_loss.bce_loss_share` with a fixed order of summation.
 

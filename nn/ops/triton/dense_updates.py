@@ -110,14 +110,7 @@ class FusedAdagrad(_Fused):
 
 @triton.jit
 def _dense_sgd(
-    weights,
-    gradients,
-    blocks,
-    num_blocks,
-    num_aligned,
-    rate,
-    found_inf,
-    ALIGN: tl.constexpr,
+    weights, gradients, blocks, num_blocks, num_aligned, rate, found_inf, ALIGN: tl.constexpr
 ):
     if tl.load(found_inf) != 0:
         return
@@ -164,15 +157,7 @@ def _dense_adagrad(
 
 @triton.jit
 def _adagrad_block(
-    weights,
-    gradients,
-    sums,
-    steps,
-    blocks,
-    num_blocks,
-    rate,
-    eps,
-    ALIGN: tl.constexpr,
+    weights, gradients, sums, steps, blocks, num_blocks, rate, eps, ALIGN: tl.constexpr
 ):
     entry = blocks + tl.program_id(0)
     weight_at = weights + tl.multiple_of(tl.load(entry), ALIGN)

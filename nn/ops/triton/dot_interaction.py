@@ -224,9 +224,7 @@ def _store_products(vectors, bottom, out, sample, num_outputs, S: tl.constexpr):
     i = tl.arange(0, S.BLOCK_V)[:, None]
     j = tl.arange(0, S.BLOCK_V)[None, :]
     tl.store(
-        pairs + i * (i - 1) // 2 + j,
-        products.to(out.dtype.element_ty),
-        mask=(j < i) & (i < S.V),
+        pairs + i * (i - 1) // 2 + j, products.to(out.dtype.element_ty), mask=(j < i) & (i < S.V)
     )
     end = S.V * (S.V - 1) // 2
     padding = end + tl.arange(0, 8)

@@ -17,10 +17,7 @@ BLOCK_B, BLOCK_C = tl.constexpr(16), tl.constexpr(128)
 
 
 def apply_mask(
-    x: Tensor,
-    mask: DropoutMask,
-    out: Tensor | None = None,
-    at: tuple[Tensor, Tensor] | None = None,
+    x: Tensor, mask: DropoutMask, out: Tensor | None = None, at: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Compute `DropoutMask.apply` with the same bits.
 

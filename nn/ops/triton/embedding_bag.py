@@ -465,11 +465,7 @@ def _segment_update(
                     if L2:
                         sum_of_row += l2 * weight
                     weight, of_row1, of_row2 = UPDATE(
-                        weight,
-                        sum_of_row,
-                        of_row1,
-                        of_row2,
-                        row_step,
+                        weight, sum_of_row, of_row1, of_row2, row_step
                     )
                     _store_state(pointer1, of_row1, in_row, STATE1)
                     _store_state(pointer2, of_row2, in_row, STATE2)

@@ -230,13 +230,7 @@ def _block(bias, block, samples, columns):
 
 
 @triton.jit
-def _activate(
-    hidden,
-    bias,
-    out,
-    samples,
-    columns,
-):
+def _activate(hidden, bias, out, samples, columns):
     for number in range(BLOCKS_OF_ROWS):
         block = tl.program_id(2) * BLOCKS_OF_ROWS + number
         offset, inside, shift = _block(bias, block, samples, columns)
@@ -245,14 +239,7 @@ def _activate(
 
 
 @triton.jit
-def _activation_gradient(
-    grad,
-    hidden,
-    bias,
-    sums,
-    samples,
-    columns,
-):
+def _activation_gradient(grad, hidden, bias, sums, samples, columns):
     """Overwrite the gradient of what `_activate` returns by that of what it reads."""
     total = tl.zeros((BLOCK_B, BLOCK_C), tl.float32)
     for number in range(BLOCKS_OF_ROWS):

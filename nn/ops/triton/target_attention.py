@@ -63,12 +63,7 @@ def attend_weighted(
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        events: Tensor,
-        at: Positions,
-        is_mean: bool,
-        *parameters: Tensor,
+        ctx: Any, query: Tensor, events: Tensor, at: Positions, is_mean: bool, *parameters: Tensor
     ) -> Tensor:
         query, events = query.contiguous(), events.contiguous()
         ctx.save_for_backward(query, events, *parameters)

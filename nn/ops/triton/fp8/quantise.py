@@ -142,15 +142,7 @@ def _quantise(
 
 @triton.jit
 def store_rounded(
-    value,
-    largest,
-    packed,
-    rows,
-    offset,
-    inside,
-    scale,
-    LIMIT: tl.constexpr,
-    byte: tl.constexpr,
+    value, largest, packed, rows, offset, inside, scale, LIMIT: tl.constexpr, byte: tl.constexpr
 ):
     """Store float32 values in 8 bits; return the largest absolute values and the words with these values too."""
     scaled = tl.clamp(value * scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
