@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from configs.messages import shown
 from configs.options import MOST_SAMPLES
-from configs.schema import Amp, Component, Config, Device, Fp8, Mode, ShardingConfig
+from configs.schema import Amp, Component, Config, Device, Fp8, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
 from dataloading.dataset.source import Source
@@ -113,8 +113,12 @@ def global_batch_size(config: Config) -> int:
 def hardware_of(
     config: Config, device_kind: str, world_size: int, local_world_size: int
 ) -> Hardware:
-    """Describe the hardware to plan for: this machine, unless the options override it; ValueError without GPU and hbm_gib."""
+    """Describe the hardware to plan for: this machine, unless the options override it.
+
+    Raises ValueError: there is neither a GPU nor hbm_gib, or the groups are of unequal size, or of parts of several nodes.
+    """
     sharding = config.sharding
+    _check_groups(sharding.group_size, world_size, local_world_size)
     hbm_bytes = 0
     if device_kind == "cuda":
         if sharding.hbm_gib is not None:
@@ -138,14 +142,7 @@ def hardware_of(
     )
 
 
-def check_nodes(sharding: ShardingConfig, world_size: int, local_world_size: int) -> None:
-    """Refuse groups of ranks of unequal size, or of parts of several nodes, and two hops of unequal nodes; ValueError."""
-    if sharding.two_hops and world_size % local_world_size:
-        raise ValueError(
-            f"sharding.two_hops=true takes nodes of equally many ranks, and {world_size} are no multiple of the "
-            f"{local_world_size} of this node; start as many on every node, or set it to false"
-        )
-    group_size = sharding.group_size
+def _check_groups(group_size: int | None, world_size: int, local_world_size: int) -> None:
     sizes = [
         size
         for size in range(1, world_size + 1)
@@ -170,7 +167,6 @@ def planned_hardware(config: Config) -> Hardware:
             f"sharding.world_size={world_size} is no multiple of sharding.local_world_size={local}; "
             "all nodes must run equally many ranks"
         )
-    check_nodes(config.sharding, world_size, local)
     has_gpu = torch.cuda.is_available() or config.sharding.hbm_gib is not None
     on_gpu = config.device is Device.cuda or (config.device is Device.auto and has_gpu)
     return hardware_of(config, "cuda" if on_gpu else "cpu", world_size, local)
@@ -255,7 +251,6 @@ def without_a_node(config: Config, source: Source, hardware: Hardware) -> str | 
     if not left:
         return None
     try:
-        check_nodes(config.sharding, left, in_node)
         build_plan(config, source, hardware_of(config, hardware.device_type, left, in_node))
     except ValueError as error:
         return f"the run cannot go on: {error}"

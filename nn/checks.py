@@ -6,7 +6,7 @@ import torch
 from configs.schema import Config, Fp8, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Source
-from nn.build import TRAIN_SPLIT, Loaders, check_nodes, device_type, open_source, planned_hardware
+from nn.build import TRAIN_SPLIT, Loaders, device_type, open_source, planned_hardware
 from nn.distributed.process_group import Ranks, launcher_restarts
 from nn.embedding.optimizer import check_table_rule, table_rule
 from nn.embedding.pretrained import check_pretrained
@@ -149,7 +149,6 @@ def check_run(
     config: Config, source: Source, ranks: Ranks, loaders: Loaders, start: ResumePoint
 ) -> None:
     """Refuse invalid options before any process group or file exists."""
-    check_nodes(config.sharding, ranks.world_size, ranks.local_world_size)
     if config.mode is Mode.inference:
         sizes_to_time(config, source, ranks)
     if loaders.train is not None:

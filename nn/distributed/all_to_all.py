@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nn.distributed.errors import SharedError
 from nn.distributed.process_group import Ranks, open_channel
 
 # W: ranks, L: ranks of a node, N: nodes
@@ -40,15 +39,8 @@ class OneHop:
 
 
 def has_two_hops(ranks: Ranks) -> bool:
-    """Return whether there are several nodes of several ranks; SharedError: of unequally many."""
-    counts = torch.tensor([ranks.local_world_size, -ranks.local_world_size], device=ranks.device)
-    most, least = ranks.all_reduce_max(counts).tolist()
-    if most != -least:
-        raise SharedError(
-            f"sharding.two_hops=true takes nodes of equally many ranks, and here they have {-least} to {most}; start as many "
-            "on every node, or set it to false"
-        )
-    return 1 < most < ranks.world_size
+    """Return whether there are several nodes of several ranks."""
+    return 1 < ranks.local_world_size < ranks.world_size
 
 
 class TwoHops:

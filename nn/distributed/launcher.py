@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import signal
 import socket
 import sys
@@ -71,8 +72,10 @@ def refuse_elastic_nodes(launcher: Path = Path(f"/proc/{PARENT_PID}/cmdline")) -
     words: list[str] = []
     with suppress(OSError):  # no Linux, a process that has ended, or one of somebody else
         words = launcher.read_bytes().decode(errors="replace").split("\0")
-    named = [word.removeprefix("--nnodes=") for word in words if word.startswith("--nnodes=")]
-    named += [after for word, after in pairwise(words) if word == "--nnodes"]
+    # torchrun takes the beginning of a flag's name for it.
+    is_named = re.compile(r"--nn(o(d(es?)?)?)?(=|$)").match
+    pairs = pairwise([*words, ""])
+    named = [word.partition("=")[2] or after for word, after in pairs if is_named(word)]
     # torchrun's variable for the same option.
     nodes = next(iter(named), os.environ.get("PET_NNODES", ""))
     least, _, most = nodes.partition(":")

@@ -200,11 +200,13 @@ def process_group(ranks: Ranks) -> Iterator[None]:
     After an error the NCCL communicators are aborted: destroying them would wait for collectives that other ranks have
     started and this rank will never join. The launcher ends the other ranks.
 
-    Raises RankError: NCCL found too little room in /dev/shm, which containers limit to 64 MiB by default.
+    Raises ValueError: the nodes have unequally many ranks; on all of them. Raises RankError: NCCL found too little room in
+    /dev/shm, which containers limit to 64 MiB by default.
     """
     try:
         _open(ranks)
         try:
+            _check_nodes(ranks)
             yield
         except BaseException:
             close_graphs()
@@ -227,6 +229,17 @@ def process_group(ranks: Ranks) -> Iterator[None]:
             f"NCCL has too little shared memory ({line}); give the container a larger {SHARED_MEMORY} (docker run --shm-size=1g, "
             "or in Kubernetes an emptyDir of medium Memory mounted there), or share the host's (--ipc=host)"
         ) from error
+
+
+def _check_nodes(ranks: Ranks) -> None:
+    """Refuse nodes of unequally many ranks, on all of them: plans, groups and hops take the counts of one for those of all."""
+    if ranks.local_world_size < ranks.world_size:
+        counts = [ranks.local_world_size, -ranks.local_world_size]
+        most, least = ranks.all_reduce_max(torch.tensor(counts, device=ranks.device)).tolist()
+        if most != -least:
+            raise ValueError(
+                f"the nodes have {-least} to {most} ranks; start as many on every node (torchrun's --nproc-per-node)"
+            )
 
 
 def _abort(groups: Sequence[dist.ProcessGroup]) -> None:

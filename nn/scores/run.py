@@ -19,7 +19,6 @@ from dataloading.storage.object_store import is_remote
 from nn.build import (
     build_key_maps,
     build_step,
-    check_nodes,
     checked_plan,
     device_type,
     hardware_of,
@@ -58,7 +57,6 @@ def predict(config: Config, console: Console, raw: RawRows | None = None) -> dic
     """
     logger = make_logger(console)
     ranks = ranks_from_environment(device_type(config))
-    check_nodes(config.sharding, ranks.world_size, ranks.local_world_size)
     check_optimizers(config)
     rows: Rows
     if raw is None:

@@ -6,8 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from configs.schema import ShardingConfig
-from nn.build import check_nodes
+from nn.build import hardware_of
 from nn.checkpoint import state as checkpoint
 from nn.checkpoint.tensor_index import read_index
 from nn.distributed.process_group import process_group, ranks_from_environment
@@ -221,11 +220,11 @@ def test_groups_write_each_row_once_and_share_the_work(trained):
 
 
 def test_groups_of_unequal_size_are_refused():
-    check_nodes(ShardingConfig(group_size=4), 16, 8)
-    check_nodes(ShardingConfig(), 7, 7)
+    hardware_of(compose_config(*TINY, "sharding.group_size=4"), "cpu", 16, 8)
+    hardware_of(compose_config(*TINY), "cpu", 7, 7)
     for size, world, local in ((3, 4, 4), (6, 12, 4), (8, 4, 4)):
         with pytest.raises(ValueError, match=rf"^sharding.group_size={size} does not divide"):
-            check_nodes(ShardingConfig(group_size=size), world, local)
+            hardware_of(compose_config(*TINY, f"sharding.group_size={size}"), "cpu", world, local)
     ended = run_command(*TINY, "sharding.group_size=2")
     assert ended.exit_code == 2
     assert "want 1, or null for one group" in ended.err

@@ -5,10 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from configs.schema import ShardingConfig
-from nn.build import check_nodes
 from nn.distributed.all_to_all import has_two_hops
-from nn.distributed.errors import SharedError
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
@@ -64,31 +61,25 @@ def test_one_node_and_nodes_of_one_rank_have_one_hop():
 
 
 def hops_of(in_node: list[int] | None) -> bool | str:
-    """Return whether there are two hops, or why there cannot be, on nodes as launched or of so many ranks."""
+    """Return whether there are two hops, or why there are no ranks, on nodes as launched or of so many ranks."""
     more = {}
     if in_node is not None:
         ranks_here = str(in_node[int(os.environ["RANK"])])
         more = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": ranks_here}
-    with patch.dict(os.environ, more), ranks_of_cpu() as ranks:
-        try:
+    try:
+        with patch.dict(os.environ, more), ranks_of_cpu() as ranks:
             return has_two_hops(ranks)
-        except SharedError as error:
-            return str(error)
+    except ValueError as error:
+        return str(error)
 
 
-def test_nodes_of_unequal_size_are_refused():
-    """By the rank whose node does not divide all ranks before they connect, and by all where each node's does."""
-    two_hops = ShardingConfig(two_hops=True)
-    check_nodes(two_hops, 16, 8)
-    with pytest.raises(
-        ValueError, match=r"^sharding.two_hops=true takes nodes of equally many ranks, and 6 are"
-    ):
-        check_nodes(two_hops, 6, 4)
-    texts = run_distributed(hops_of, RANKS, [2, 2, 1, 1])
+@pytest.mark.parametrize("in_node", [[2, 2, 1, 1], [3, 3, 3, 1]])
+def test_nodes_of_unequal_size_are_refused_by_all_ranks(in_node):
+    """One that plans for its own node's ranks broke with the first node's, or waited for a node that had refused."""
+    texts = run_distributed(hops_of, RANKS, in_node)
+    wanted = f"the nodes have 1 to {max(in_node)} ranks; start as many on every node"
     assert len(set(texts)) == 1
-    assert texts[0].startswith(
-        "sharding.two_hops=true takes nodes of equally many ranks, and here they have 1 to 2;"
-    )
+    assert texts[0].startswith(wanted)
 
 
 def test_two_hops_and_groups_are_refused():
