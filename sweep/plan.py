@@ -19,13 +19,13 @@ from configs.command_line import command_of, compose_overrides, written_options
 from configs.many_runs_schema import SweepConfig
 from configs.messages import shown
 from configs.option_values import plain_values, written
-from configs.options import describe, require
+from configs.options import describe, refuse, require
 from configs.overrides import WrittenOption, drop_replaced, no_option, one_line
 from configs.schema import Config, DataConfig, Device, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.file_states import data_state
 from dataloading.dataset.row_columns import RowColumn
-from dataloading.held_out_source import VALIDATION
+from dataloading.held_out_source import TRAIN, VALIDATION
 from dataloading.storage.local_copy import local_path
 from nn.early_checks import check_inputs
 from nn.models.metric import Metric, best_of, further_metrics, metrics_of_label
@@ -92,6 +92,7 @@ def plan_trials(config: SweepConfig, space: Space) -> TrialPlan:
             option not in space,
             f"{option} is in the space and among the options of all trials; write it once",
         )
+    refuse("run_dir" in own, "run_dir: each trial has its own, below output; set output instead")
     if config.metric is not None:
         overrides.append(f"eval.best_metric={config.metric}")
     options = [option for option, _ in describe(Config)]
@@ -174,10 +175,11 @@ def _own_values(config: Config, space: Space) -> dict[str, Any] | None:
 def _selection(config: Config, own: Sequence[str]) -> tuple[str, list[str]]:
     """Return the split that trials are chosen by, and the options that make it; ValueError if it would be the test split."""
     if "eval.split" in own:
+        split = config.eval.split
         require(
-            config.eval.split != TEST,
-            f"eval.split={TEST}: trials chosen by the test split would be tested by what they were chosen by; leave it out, or "
-            "name another split",
+            split not in (TEST, TRAIN),
+            f"eval.split={split}: trials chosen by the {split} split would be {split}ed by what they were chosen by; leave it "
+            "out, or name another split",
         )
         return config.eval.split, []
     added = [f"eval.split={VALIDATION}"]

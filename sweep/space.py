@@ -11,7 +11,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from configs.messages import shown
 from configs.option_values import written
-from configs.options import require
+from configs.options import refuse, require
 from dataloading.dataset.documents import read_yaml
 
 COMMITTED = Path(__file__).parents[1] / "configs" / "sweep_spaces"
@@ -47,14 +47,14 @@ def allows(values: Values, value: Any) -> bool:
     return is_number and values._contains(value)
 
 
-def _all_of(values: Values) -> tuple[Any, ...] | None:
+def all_of(values: Values) -> tuple[Any, ...] | None:
     """Return all values; None if there is no step between them."""
     if isinstance(values, CategoricalDistribution):
         return values.choices
     if values.step is None or values.log:
         return None
     count = round((values.high - values.low) / values.step) + 1
-    return tuple(values.low + index * values.step for index in range(count))
+    return tuple(min(values.low + index * values.step, values.high) for index in range(count))
 
 
 def read_space(name: str) -> tuple[Path, Space]:
@@ -90,7 +90,7 @@ def read_space(name: str) -> tuple[Path, Space]:
 
 def grid_of(space: Space) -> Iterator[dict[str, Any]]:
     """Yield all combinations of the space; ValueError if an option has no finite number of values."""
-    all_values = {option: _all_of(values) for option, values in space.items()}
+    all_values = {option: all_of(values) for option, values in space.items()}
     for option, found in all_values.items():
         require(
             found is not None,
@@ -161,15 +161,18 @@ def _parsed(where: str, values: Any) -> Values:
         step is None or isinstance(step, int) or not is_integer,
         f"{where}: a range of integers needs an integer step, got {step}",
     )
+    found: IntDistribution | FloatDistribution
     try:
         with warnings.catch_warnings(action="ignore"):  # a step that does not divide the range
             if is_integer:
-                return IntDistribution(
-                    int(low), int(high), log=log, step=1 if step is None else int(step)
-                )
-            return FloatDistribution(float(low), float(high), log=log, step=step)
+                whole = 1 if step is None else int(step)
+                found = IntDistribution(int(low), int(high), log=log, step=whole)
+            else:
+                found = FloatDistribution(float(low), float(high), log=log, step=step)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
+    refuse(found.single(), f"{where}: a step of {step} leaves only {low} of {low} to {high}")
+    return found
 
 
 def _number(where: str, value: Any) -> int | float:

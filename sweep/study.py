@@ -1,8 +1,9 @@
 """The study of a sweep: Optuna's ask and tell over its journal, which survives a kill at any moment."""
 
 import json
+import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -20,7 +21,7 @@ from dataloading.dataset.durable_files import AppendedFile, replace_json
 from dataloading.dataset.file_states import changed_data
 from nn.models.metric import Metric
 from sweep.proposals import best_until, gains, promising_values, spread_values
-from sweep.space import Space, as_plain, grid_of
+from sweep.space import Space, all_of, as_plain, grid_of
 
 JOURNAL, SETTINGS, DATA = "journal.log", "settings.json", "data"
 MAX_STARTUP_TRIALS = 10
@@ -66,11 +67,6 @@ class Study:
         own_values: dict[str, Any] | None = None,
     ) -> None:
         self.config, self._space, self._own_values = config, space, own_values
-        self._grid: list[dict[str, Any]] = []
-        self.num_trials = config.trials
-        if config.sampler is Sampler.grid:
-            self._grid = list(islice(grid_of(space), config.trials))
-            self.num_trials = len(self._grid)
         self.direction = "maximize" if metric.larger_is_better else "minimize"
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         # constant_liar, which keeps trials that run at once apart, is one of them.
@@ -87,6 +83,19 @@ class Study:
             pruner=PRUNERS[config.pruner](),
             load_if_exists=True,
         )
+        # Of fewer combinations than trials each is tried once, whatever the sampler: it would repeat some.
+        size = math.prod(len(all_of(values) or ()) or math.inf for values in space.values())
+        self._takes_each = config.sampler is Sampler.grid or size <= config.trials
+        self.num_trials = config.trials
+        if self._takes_each:
+            left = islice(self._untried(), config.trials)
+            self.num_trials = min(config.trials, len(self.trials()) + len(list(left)))
+
+    def _untried(self) -> Iterator[dict[str, Any]]:
+        """Yield the combinations of the space that no trial has, one that only waits included."""
+        asked = [{**t.system_attrs.get("fixed_params", {}), **t.params} for t in self.trials()]
+        tried = {tuple(values.get(option) for option in self._space) for values in asked}
+        return (values for values in grid_of(self._space) if tuple(values.values()) not in tried)
 
     def has_more(self) -> bool:
         is_waiting = bool(self.trials(TrialState.WAITING))
@@ -130,12 +139,13 @@ class Study:
     def _values(self, number: int) -> dict[str, Any] | None:
         """Return the values of a new trial; None if Optuna's sampler draws them."""
         config, space = self.config, self._space
-        if self._grid:
-            return self._grid[number]
-        if config.sampler not in (Sampler.gp, Sampler.tpe):
-            return None
-        if number == 0 and self._own_values is not None:
+        is_model_based = config.sampler in (Sampler.gp, Sampler.tpe)
+        if is_model_based and number == 0 and self._own_values is not None:
             return self._own_values
+        if self._takes_each:
+            return next(self._untried())
+        if not is_model_based:
+            return None
         if config.sampler is Sampler.tpe:
             return None
         values = None

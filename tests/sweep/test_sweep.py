@@ -29,7 +29,7 @@ from sweep.driver import StoppedSweepError
 from sweep.plan import _Composition
 from sweep.proposals import final_values, promising_values, spread_values
 from sweep.run import run_sweep
-from sweep.space import as_override, read_space
+from sweep.space import as_override, grid_of, read_space
 from sweep.study import ReachPruner
 from sweep.trial import Ending, RunningTrial
 from tests.helpers.command import hydra_that_reads_once
@@ -391,6 +391,7 @@ def test_data_that_changed_end_a_sweep(space, output, tmp_path):
         ("{}", "the space is empty"),
         ("seed: []", "seed has no choices"),
         ("seed: [1, 1]", "seed has a choice twice"),
+        ("optimizer.lr: {low: 0.1, high: 0.2, step: 1}", "a step of 1 leaves only 0.1 of 0.1 to 0.2"),
         ("seed: 3", "got 3, want a list of choices, or {low: .., high: ..}"),
         ("seed: {low: 1}", "seed needs low and high"),
         ("seed: {low: 1, high: 9, steps: 2}", "there is no 'steps'; want low, high, and log or step"),
@@ -422,6 +423,8 @@ def test_a_bad_space_is_refused_before_anything_starts(space, output, content, m
         ({"metric": "aucc"}, "eval.best_metric=aucc is not measured"),
         ({"sampler": Sampler.grid}, "sampler=grid needs choices or a step, and optimizer.lr is"),
         ({"overrides": ["eval.split=test"]}, "eval.split=test: trials chosen by the test split"),
+        ({"overrides": ["eval.split=train"]}, "eval.split=train: trials chosen by the train split"),
+        ({"overrides": ["run_dir=x"]}, "run_dir: each trial has its own, below output; set output"),
         ({"overrides": ["checkpoint.keep=3"]}, "checkpoint.keep is in the space and among the options of all trials"),
         ({"overrides": ["checkpoint.save=false"]}, "checkpoint.save=false: the best trial is tested"),
         ({"overrides": ["model.hidden=[8]"]}, "model.hidden is an option of wide_deep, deepfm, "),
@@ -433,6 +436,27 @@ def test_bad_options_are_refused_before_anything_starts(space, output, changes, 
         sweep(space, output, **changes)
     assert str(caught.value).startswith(message)
     assert not output.exists()
+
+
+def _values_of(output: Path) -> list[str]:
+    return sorted(row["optimizer.lr"] for row in csv.DictReader((output / "trials.csv").open()))
+
+
+@pytest.mark.parametrize("sampler", [Sampler.random, Sampler.tpe, Sampler.gp, Sampler.qmc])
+def test_a_space_smaller_than_the_trials_is_tried_whole_and_once(space, output, sampler):
+    """Samplers drew one of two values three times out of four."""
+    space.write_text("optimizer.lr: [0.01, 0.02]\n")
+    sweep(space, output, trials=4, parallel=1, sampler=sampler)
+    assert _values_of(output) == ["0.01", "0.02"]
+
+
+def test_a_grid_begun_by_another_sampler_has_each_combination_once(space, output):
+    """It took the combination with the number of the trial, so that the first ones were left out."""
+    space.write_text("optimizer.lr: [0.01, 0.02, 0.03, 0.04]\n")
+    sweep(space, output, trials=2, parallel=1, sampler=Sampler.random, sampler_seed=3)
+    assert _values_of(output) != ["0.01", "0.02"]
+    sweep(space, output, trials=4, parallel=1, sampler=Sampler.grid)
+    assert len(set(_values_of(output))) == len(_values_of(output)) == 4
 
 
 @pytest.mark.doors
@@ -457,6 +481,14 @@ def test_a_space_that_chooses_the_model_may_have_options_of_each(space, output):
     }
     for command in starts.commands:
         _Composition("dlrm", command[2:]).config({})  # as the command does
+
+
+def test_a_step_may_be_as_long_as_its_range(space):
+    space.write_text("optimizer.lr: {low: 0.1, high: 0.3, step: 0.2}\n")  # 0.3 - 0.1 < 0.2
+    assert list(grid_of(read_space(str(space))[1])) == [
+        {"optimizer.lr": 0.1},
+        {"optimizer.lr": 0.3},
+    ]
 
 
 def test_the_committed_space_is_that_of_the_sample():
