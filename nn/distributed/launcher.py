@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import NoReturn
 PARENT_PID = os.getppid()
 # <sys/prctl.h>
 PR_SET_PDEATHSIG = 1
+_reserved = deque[socket.socket](maxlen=64)
 
 
 def is_launched() -> bool:
@@ -31,6 +33,18 @@ def is_single_node() -> bool:
 def is_node_leader() -> bool:
     """Return whether this is local rank 0, which reports errors that all ranks of the node have."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def reserved_port() -> int:
+    """Return a port for a server with `SO_REUSEADDR`, as torch's stores are; nobody else gets it while this process lives.
+
+    Linux gives no client, and no other server without a number, a port that a socket is bound to. The newest 64 are held.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    _reserved.append(holder)
+    return int(holder.getsockname()[1])
 
 
 def check_variables() -> None:

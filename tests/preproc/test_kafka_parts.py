@@ -27,11 +27,11 @@ from configs.messages import shortened
 from configs.preproc_schema import OnBad, PreprocConfig
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.open_dataset import open_dataset
+from nn.distributed.launcher import reserved_port
 from nn.training import stream_rows
 from preproc.kafka_parts import _lines_of
 from tests.helpers import rank_processes
 from tests.helpers.command import ROOT, Ended
-from tests.helpers.distributed import free_port
 from tests.helpers.rank_processes import wait_until
 from tests.helpers.runs import stored_bytes, summary
 
@@ -158,7 +158,7 @@ def _path(monkeypatch) -> None:
 
 @pytest.fixture
 def topic(tmp_path) -> Iterator[Topic]:
-    with closing(Broker(free_port())) as broker:
+    with closing(Broker(reserved_port())) as broker:
         yield Topic(tmp_path, broker)
 
 
@@ -193,7 +193,10 @@ def test_a_message_that_is_gone_or_no_row_ends_the_command(topic):
     ended = topic.follow_to_the_end("on_bad=skip", source=topic.source.replace("clicks", "cliks"))
     assert ended.exit_code == 2
     # Another broker has fewer messages, or partitions.
-    with closing(Broker(free_port())) as few, closing(Broker(free_port(), partitions=1)) as one:
+    with (
+        closing(Broker(reserved_port())) as few,
+        closing(Broker(reserved_port(), partitions=1)) as one,
+    ):
         # librdkafka's own broker of tests answers, as Apache Kafka does, that the offset is out of range.
         mock = kafka.Producer({"test.mock.num.brokers": 1, "log_level": 0})
         (address,) = mock.list_topics(timeout=30).brokers.values()
@@ -305,7 +308,7 @@ def test_settings_let_the_client_speak_tls(tmp_path):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     client = {"security.protocol": "ssl", "ssl.ca.location": certificate}
-    plain = free_port()
+    plain = reserved_port()
     with context.wrap_socket(socket.create_server(("127.0.0.1", 0)), server_side=True) as door:
         threading.Thread(target=forward_tls, args=(door, plain), daemon=True).start()
         with closing(Broker(plain, door.getsockname()[1], **client)) as broker:
