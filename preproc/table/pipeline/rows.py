@@ -138,7 +138,10 @@ def _checked_sources(journal: Journal) -> Staging:
 
 def _write_rejected(journal: Journal) -> int:
     """Write the lines that the engine could not read, and return how many there are; ValueError with `on_bad=fail`."""
-    rejected = journal.engine.rejected()
+    # The engine reads the sources of a query side by side.
+    files = [str(file.path) for _, files in journal.sources.values() for file in files]
+    order = {path: number for number, path in enumerate(files)}
+    rejected = sorted(journal.engine.rejected(), key=lambda line: (order[line[0]], *line))
     if rejected and journal.config.on_bad is OnBad.fail:
         (file, line, reason, _), *_ = rejected
         remedy = "correct or remove it, or set on_bad=quarantine"

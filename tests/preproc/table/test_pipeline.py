@@ -405,6 +405,24 @@ def test_lines_with_other_columns_or_no_utf8_are_bad(tmp_path, people):
     assert json.loads((tmp_path / "out/report.json").read_text())["rows"]["bad"] == 3
 
 
+@pytest.mark.parametrize("first", ["people", "homes"])
+def test_bad_lines_of_several_sources_are_in_the_order_of_the_sources(tmp_path, people, first):
+    lines = people.read_text().splitlines()
+    people.write_text("\n".join([*lines, "1,2,x", "1,2,y"]))
+    homes = tmp_path / "homes.csv"
+    homes.write_text("city,size\nRome,5\nOslo,6,7\n")
+    named = {"people": {"files": str(people)}, "homes": {"files": str(homes)}}
+    sources = {name: named[name] for name in sorted(named, reverse=first == "people")}
+    query = "SELECT * FROM people LEFT JOIN homes USING (city)"
+    table = described(people, sources=sources, query=query, order_by=["CAST(age AS INT)"])
+    build(tmp_path / "out", table, "on_bad=quarantine")
+    kept = [line.split("\t") for line in (tmp_path / "out/bad_rows.tsv").read_text().splitlines()]
+    of_people = [(str(people), str(number)) for number in (10, 11)]
+    of_homes = [(str(homes), "3")]
+    wanted = of_people + of_homes if first == "people" else of_homes + of_people
+    assert [(file, number) for file, number, *_ in kept] == wanted
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
