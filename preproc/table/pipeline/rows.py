@@ -92,7 +92,13 @@ def _number_all(journal: Journal, path: Path) -> SourceFacts:
     try:
         journal.engine.stage(staging.rows, path)
     except QueryError as error:
-        staging.refuse(error)
+        try:
+            if journal.config.on_bad is OnBad.fail:
+                raise
+            staging.leave_out_failing()
+            journal.engine.stage(staging.rows, path)
+        except QueryError:
+            staging.refuse(error)
     if journal.engine.num_ties:
         journal.progress.say(
             f"note: {journal.engine.num_ties:,} rows have the same table.order_by as the row before, so their order is by "
@@ -141,7 +147,7 @@ def _write_rejected(journal: Journal) -> int:
     # The engine reads the sources of a query side by side.
     files = [str(file.path) for _, files in journal.sources.values() for file in files]
     order = {path: number for number, path in enumerate(files)}
-    rejected = sorted(journal.engine.rejected(), key=lambda line: (order[line[0]], *line))
+    rejected = sorted(set(journal.engine.rejected()), key=lambda line: (order[line[0]], *line))
     if rejected and journal.config.on_bad is OnBad.fail:
         (file, line, reason, _), *_ = rejected
         remedy = "correct or remove it, or set on_bad=quarantine"
