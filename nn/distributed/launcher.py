@@ -36,10 +36,7 @@ def is_node_leader() -> bool:
 
 
 def reserved_port() -> int:
-    """Return a port for a server with `SO_REUSEADDR`, as torch's stores are; nobody else gets it while this process lives.
-
-    Linux gives no client, and no other server without a number, a port that a socket is bound to. The newest 64 are held.
-    """
+    """Return a port that only a server with `SO_REUSEADDR`, as torch's store, gets while this process lives (the newest 64)."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))

@@ -183,9 +183,7 @@ class Staging:
             ]
             reason = text(f"{item.where}: {item.shown} fails for ")
             reasons.append(f"WHEN {of} IS NOT NULL THEN {reason} || {shown_value(of)}")
-        values = self._values(self._base_query, tried)
-        if unpacked:
-            values = f"SELECT * REPLACE ({', '.join(unpacked)}) FROM ({values})"
+        values = f"SELECT * REPLACE ({', '.join(unpacked)}) FROM ({self._values(self._base_query, tried)})"
         self.query = self._checked(values, reasons)
 
     @property
