@@ -109,7 +109,7 @@ def columns_of(sql: str) -> list[str]:
 
 
 def of_utc(sql: str) -> str:
-    """Return SQL of a time whose casts of text heed the zone of the text, which DuckDB's types but TIMESTAMPTZ drop without a word.
+    """Return SQL of a time whose casts of text heed the zone of the text, which types but TIMESTAMPTZ drop without a word.
 
     Times without a zone are of UTC. For what orders and counts seconds only: parts of a time, such as its hour, may be local.
     """

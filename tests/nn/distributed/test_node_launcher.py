@@ -26,7 +26,8 @@ from nn.distributed.node_launcher import (
 from tests.helpers.command import kept_signals
 from tests.helpers.forks import fork_context
 
-# Rank that ends by its arguments: `exit N`, `bind` to the store's port, `kill` once within a group, `wait` for the signal. It prints each start.
+# Rank that ends by its arguments: `exit N`, `bind` to the store's port, `kill` once within a group, `wait` for the signal. It
+# prints each start.
 RANK = """\
 import os, signal, socket, sys, time
 rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
