@@ -430,18 +430,19 @@ def test_rows_for_which_an_expression_fails_are_bad(tmp_path, people, query):
 def test_bad_lines_of_several_sources_are_in_the_order_of_the_sources(tmp_path, people, first):
     lines = people.read_text().splitlines()
     people.write_text("\n".join([*lines, "1,2,x", "1,2,y"]))
-    homes = tmp_path / "homes.csv"
+    homes = tmp_path / "[1]" / "homes.csv"
+    homes.parent.mkdir()
     homes.write_text("city,size\nRome,5\nOslo,6,7\n")
-    named = {"people": {"files": str(people)}, "homes": {"files": str(homes)}}
+    # DuckDB shortens a path with signs of a pattern.
+    named = {"people": {"files": str(people)}, "homes": {"files": f"{tmp_path}/[[]1]/../[[]1]/h*"}}
     sources = {name: named[name] for name in sorted(named, reverse=first == "people")}
     query = "SELECT * FROM people LEFT JOIN homes USING (city)"
     table = described(people, sources=sources, query=query, order_by=["CAST(age AS INT)"])
     build(tmp_path / "out", table, "on_bad=quarantine")
     kept = [line.split("\t") for line in (tmp_path / "out/bad_rows.tsv").read_text().splitlines()]
-    of_people = [(str(people), str(number)) for number in (10, 11)]
-    of_homes = [(str(homes), "3")]
+    of_people, of_homes = [("people.csv", "10"), ("people.csv", "11")], [("homes.csv", "3")]
     wanted = of_people + of_homes if first == "people" else of_homes + of_people
-    assert [(file, number) for file, number, *_ in kept] == wanted
+    assert [(Path(file).name, number) for file, number, *_ in kept] == wanted
 
 
 @pytest.mark.parametrize(
