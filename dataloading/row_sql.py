@@ -109,12 +109,13 @@ def columns_of(sql: str) -> list[str]:
 
 
 def of_utc(sql: str) -> str:
-    """Return SQL of a time whose casts of text heed the zone of the text, which DuckDB's `AS TIMESTAMP` drops without a word.
+    """Return SQL of a time whose casts of text heed the zone of the text, which types but TIMESTAMPTZ drop without a word.
 
     Times without a zone are of UTC. For what orders and counts seconds only: parts of a time, such as its hour, may be local.
     """
-    cast = r"(\bAS\s+TIMESTAMP)(?=\s*\))|(::\s*TIMESTAMP)\b(?!\s+WITH)"
-    return re.sub(cast, r"\1\2TZ", sql, flags=re.IGNORECASE)
+    kind = r'"?(?:DATETIME|TIMESTAMP)(_NS)?(?:_[MU]?S)?\b"?(?:\s*\(\s*\d\s*\))?(?:\s+WITHOUT\s+TIME\s+ZONE\b)?'
+    cast = rf"(\bAS\s+){kind}(?=\s*\))|(::\s*){kind}(?!\s+WITH\b)"
+    return re.sub(cast, r"\1\3TIMESTAMPTZ\2\4", sql, flags=re.IGNORECASE)
 
 
 READS_FILE = re.compile(r'"function_name": "(read_|query|glob|duckdb_|\w+_scan)')

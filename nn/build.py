@@ -173,19 +173,21 @@ def planned_hardware(config: Config) -> Hardware:
 
 
 def build_plan(
-    config: Config, source: Source, hardware: Hardware
+    config: Config,
+    source: Source,
+    hardware: Hardware,
+    declared: Sequence[EmbeddingBagConfig] | None = None,
 ) -> tuple[TieredPlan, list[TablePlan]]:
     """Plan the sharding of the tables; ValueError: they do not fit, an override is invalid, or the batch is indivisible."""
     if config.train.batch_size % hardware.world_size:
         raise ValueError(
-            f"train.batch_size={config.train.batch_size} must be divisible by "
-            f"{hardware.world_size} ranks"
+            f"train.batch_size={config.train.batch_size} must be divisible by {hardware.world_size} ranks"
         )
     multi_hot = build_multi_hot(config, source)
-    declared = _declared_tables(config, source)
-    by_name = {table.name: table for table in declared}
-
     expanded = multi_hot.expanded_spec(source.spec)
+    if declared is None:
+        declared = _declared_tables(config, expanded)
+    by_name = {table.name: table for table in declared}
     ids, stored = ids_per_sample(declared, expanded), ids_per_sample(declared, source.spec)
 
     @cache
@@ -228,8 +230,8 @@ def checked_plan(
     A plan of training has the rows of some batches. Returns the plan in both forms, and what `sharding.disk_path` has room
     for, as one line; None without tables on disk.
     """
-    plan, tables = build_plan(config, source, hardware)
-    declared = _declared_tables(config, source)
+    declared = _declared_tables(config, model_spec(config, source))
+    plan, tables = build_plan(config, source, hardware, declared)
     if config.mode in (Mode.train, Mode.plan):
         tables = with_measured_rows(tables, declared, config, source, TRAIN_SPLIT, hardware)
     in_node = hardware.local_table_ranks
@@ -324,18 +326,18 @@ def build_step(
         offers = HostChannel().gather(None if ranks.local_rank else key_maps.listen())
         key_maps.connect(offers[ranks.rank - ranks.local_rank])
     torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
-    disk_path = config.sharding.disk_path
+    path, read_ahead = config.sharding.disk_path, read_ahead_bytes(config.sharding)
     settings = TableSettings(
         config.effective_optimizer,
         config.train.amp,
         loss_scale(config),
         config.seed,
         tracks_rows=config.mode is Mode.train and config.checkpoint.delta_every is not None,
-        disk=DiskSettings(Path(disk_path), read_ahead_bytes(config.sharding))
-        if disk_path
-        else None,
+        disk=DiskSettings(Path(path), read_ahead) if path else None,
     )
-    declared, multi_hot = _declared_tables(config, source), build_multi_hot(config, source)
+    multi_hot = build_multi_hot(config, source)
+    seen = multi_hot.expanded_spec(source.spec)
+    declared = _declared_tables(config, seen)
     if not config.fills_tables:
         # No file of vectors is read, which may be gone.
         declared = [replace(table, init_fn=None) for table in declared]
@@ -343,7 +345,7 @@ def build_step(
     with ExitStack() as undo:
         # A process may end without Python's finalizers, and tables on disk have files.
         undo.callback(tables.close)
-        dense = build_dense(config.model, model_spec(config, source), config.seed)
+        dense = build_dense(config.model, seen, config.seed)
         initialise_dense(dense, config.seed)
         if config.train.fp8 is not Fp8.off:
             for layer in dense.fp8_layers():
@@ -439,9 +441,9 @@ def loader_of_rank(
     )
 
 
-def _declared_tables(config: Config, source: Source) -> list[EmbeddingBagConfig]:
-    """Return the tables that the model declares for what it looks up. Raises ValueError: a table is larger than any memory."""
-    tables = declared_tables(config.model, model_spec(config, source))
+def _declared_tables(config: Config, seen: FeatureSpec) -> list[EmbeddingBagConfig]:
+    """Return the tables that the model declares for what it sees. Raises ValueError: a table is larger than any memory."""
+    tables = declared_tables(config.model, seen)
     for table in tables:
         if table.num_embeddings * table.embedding_dim >= MAX_ELEMENTS:
             raise ValueError(

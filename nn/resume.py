@@ -94,9 +94,7 @@ class ResumePoint:
 
 def named_resume_point(config: Config, source: Source) -> ResumePoint:
     """Check the checkpoint that `checkpoint.restore` names, which a run with its own ignores, before any process group exists."""
-    if _has_own_checkpoint(config):
-        return ResumePoint()
-    return _named_start(config, source)
+    return ResumePoint() if _has_own_checkpoint(config) else _named_start(config, source)
 
 
 def own_resume_point(
@@ -133,36 +131,34 @@ def finished_run(
     """Return the message that the directory has the complete result, or None, on all ranks; ValueError for another run's."""
     if config.run_dir is None:
         return None
-    if start.is_continuation:
-        assert loader is not None, "only a training continues"
-        if start.day.is_new:
-            return None
-        last_step = start.day.last_step(config, loader.steps_per_epoch)
-        summary_path = Path(config.run_dir) / SUMMARY
-
-        def has_ended() -> bool:
-            summary = read_mapping(summary_path)
-            # That of the step of its latest checkpoint.
-            if summary is None or summary.get("steps") != start.num_steps or summary.get(UNSAVED):
-                return False
-            loop = start.loop
-            evals = loop["evals_since_best"]
-            reason = early_stop(config, loop["test"], start.num_steps, evals)
-            return start.num_steps >= last_step or reason is not None
-
-        if not ranks.run_on_rank0(has_ended):
+    run_dir = Path(config.run_dir)
+    if not start.is_continuation:
+        if not ranks.run_on_rank0(lambda: _is_repeated(config, run_dir)):
             return None
         return (
-            f"run_dir={config.run_dir} holds the complete run already ({start.num_steps:,} steps); nothing to do. "
-            "Raise train.epochs or train.max_steps to train on, or set another run_dir"
+            f"run_dir={config.run_dir} holds the complete result of this command already; nothing to do. Set another "
+            "run_dir, or none, to run it again"
         )
-    run_dir = Path(config.run_dir)
-    if not ranks.run_on_rank0(lambda: _is_repeated(config, run_dir)):
+    if start.day.is_new:
+        return None
+    assert loader is not None, "only a training continues"
+    last_step = start.day.last_step(config, loader.steps_per_epoch)
+    if not ranks.run_on_rank0(lambda: _has_ended(config, run_dir, start, last_step)):
         return None
     return (
-        f"run_dir={config.run_dir} holds the complete result of this command already; nothing to do. Set another "
-        "run_dir, or none, to run it again"
+        f"run_dir={config.run_dir} holds the complete run already ({start.num_steps:,} steps); nothing to do. "
+        "Raise train.epochs or train.max_steps to train on, or set another run_dir"
     )
+
+
+def _has_ended(config: Config, run_dir: Path, start: ResumePoint, last_step: int) -> bool:
+    summary = read_mapping(run_dir / SUMMARY) or {}
+    # That of the step of its latest checkpoint.
+    if summary.get("steps") != start.num_steps or summary.get(UNSAVED):
+        return False
+    evals = start.loop["evals_since_best"]
+    reason = early_stop(config, start.loop["test"], start.num_steps, evals)
+    return start.num_steps >= last_step or reason is not None
 
 
 def load(config: Config, start: ResumePoint, step: Trained, logger: Logger) -> None:
@@ -309,16 +305,15 @@ def _latest_intact(config: Config, spec: FeatureSpec, ranks: Ranks, logger: Logg
         if latest is None:
             return ResumePoint()
         path, facts = latest
-        damage, is_unreadable = None, False
+        damage, unreadable = None, None
         try:
             damage = find_damage(path, facts, ranks.rank, ranks.world_size)
         except UnreadableError as error:
-            damage, is_unreadable = str(error), True
-        inspected = channel.gather((damage, is_unreadable))
-        for problem, is_unreadable in inspected:
-            if is_unreadable:
-                raise ValueError(_unreadable_message(config.run_dir, problem))
-        damage = next((problem for problem, _ in inspected if problem), None)
+            unreadable = str(error)
+        damages, problems = zip(*channel.gather((damage, unreadable)), strict=True)
+        if any(problems):
+            raise ValueError(_unreadable_message(config.run_dir, next(filter(None, problems))))
+        damage = next(filter(None, damages), None)
         if damage is None:
             day = ranks.run_on_rank0(
                 partial(_check_same_run, config, spec, ranks, path, facts, logger)

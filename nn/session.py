@@ -189,8 +189,7 @@ def open_session(
         recorder = stack.enter_context(_recorder(config, config_yaml, facts, ranks, start, lock))
         ranks.run_on_rank0(lambda: write_plan(recorder.run_dir, rows, memory))
         size = ranks.run_on_rank0(lambda: _write_model(config, source, recorder, logger))
-        header = _header_facts(config, source, recorder.run_dir, start)
-        print_header(console, facts, {"model": header["model"]} | size | header)
+        print_header(console, facts, _header_facts(config, source, recorder.run_dir, start, size))
         if config.mode is Mode.train:
             beside = ranks.run_on_rank0(
                 partial(beside_plan, config, source, rows, hardware, disk_room, recorder.run_dir)
@@ -386,16 +385,18 @@ def _recorder(
 
 
 def _header_facts(
-    config: Config, source: Source, run_dir: Path, start: ResumePoint
+    config: Config, source: Source, run_dir: Path, start: ResumePoint, size: dict[str, str]
 ) -> dict[str, str]:
     spec, train, optimizer = source.spec, config.train, config.optimizer
-    is_stream = isinstance(source, StreamSource)
-    rows = source.known_rows if isinstance(source, StreamSource) else source.num_rows(TRAIN_SPLIT)
+    if isinstance(source, StreamSource):
+        rows = f"{source.known_rows:,} training rows and those of {config.data.watch_dir}"
+    else:
+        rows = f"{source.num_rows(TRAIN_SPLIT):,} training rows"
     facts = {
         "model": f"{config.model.name}, {len(spec.numerical)} numerical and "
         f"{len(spec.categorical)} categorical features, dim {config.model.embedding_dim}",
-        "data": f"{config.data.path or SYNTHETIC}, "
-        f"{rows:,} training rows{f' and those of {config.data.watch_dir}' * is_stream}, "
+        **size,
+        "data": f"{config.data.path or SYNTHETIC}, {rows}, "
         f"{source.num_rows(config.eval.split):,} {config.eval.split} rows",
     }
     negatives = config.data.negatives
@@ -420,8 +421,8 @@ def _header_facts(
             "inference use it"
         )
     if config.mode is Mode.train:
-        is_frozen = Component.dense in train.freeze
-        dense = "dense frozen" if is_frozen else f"{optimizer.name} {optimizer.lr:g}"
+        dense = f"{optimizer.name} {optimizer.lr:g}"
+        dense = "dense frozen" if Component.dense in train.freeze else dense
         tables = f"{optimizer.table_name} {optimizer.table_lr:g}"
         tables = "frozen" if Component.tables in train.freeze else tables
         kind, epochs = config.model.embedding_dtype.value, count(train.epochs, "epoch")

@@ -4,8 +4,10 @@ A part tells in its spec where the next one begins. So the newest part says wher
 was killed: no message is lost, and none comes twice.
 """
 
+import json
 import shutil
 import time
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from itertools import compress
@@ -36,16 +38,15 @@ ANSWER_S = 30.0
 MOST_AT_ONCE = 10_000
 CHECKED_BYTES = 4 << 20
 NO_BREAKS = bytes.maketrans(b"\r\n", b"  ")
-ARE_OBJECTS = """
-SELECT coalesce(
-    json_type(json_) = 'OBJECT' AND len(json_keys(json_)) = len(list_distinct(json_keys(json_)))
-    AND NOT list_contains(json_keys(json_), '') AND NOT contains(json_pretty(json_), chr(10) || repeat('    ', 128)),
-false)
+NAMES = """
+SELECT CASE WHEN json_type(json_) = 'OBJECT' AND len(json_keys(json_)) = len(list_distinct(json_keys(json_)))
+    AND NOT list_contains(json_keys(json_), '') AND NOT contains(json_pretty(json_), chr(10) || repeat('    ', 128))
+THEN CAST(to_json(json_keys(json_)) AS VARCHAR) END
 FROM (SELECT try_cast(try(decode(line_)) AS JSON) AS json_ FROM (SELECT unnest(?::BLOB[]) AS line_))
 """
-"""Whether the reader of tables takes a line: none with a name twice or without one, or deeper than 127, which JSON allows."""
+"""Names in a line; null if the reader of tables does not take it: with a name twice or empty, or deeper than 127."""
 Lines = tuple[list[bytes], list[str]]
-"""JSON objects, and where the messages are that are none."""
+"""JSON objects, and where the other messages are, and why they are none of the table."""
 
 
 def follow_topic(config: PreprocConfig) -> None:
@@ -78,7 +79,7 @@ def follow_topic(config: PreprocConfig) -> None:
                 path = output / f"{topic}-{number + 1:012}"
                 lines = _lines_of(config, messages)
                 told = f"{len(messages):,} messages"
-                told += f", {len(lines[1]):,} of them no JSON object" if lines[1] else ""
+                told += f", {len(lines[1]):,} of them left out" if lines[1] else ""
                 try:
                     rows = _write_part(config, path, lines, begins)
                 except NoRowsError:
@@ -171,7 +172,7 @@ def _check_end(consumer: "Consumer", config: PreprocConfig, begins: dict[str, in
 
 
 def _lines_of(config: PreprocConfig, messages: "list[Message]") -> Lines:
-    """Return the lines of messages; ValueError if one is no JSON object, under `on_bad=fail`."""
+    """Return the lines of messages; ValueError if one is no object with the usual names, under `on_bad=fail`."""
     from preproc.work_directory import connected
 
     # In JSON a line break stands between values only. A message without a value deletes a key, and is no row.
@@ -180,23 +181,39 @@ def _lines_of(config: PreprocConfig, messages: "list[Message]") -> Lines:
         for message in messages
         if (value := message.value())
     }
-    values, found = [*lines.values()], list[bool]()
+    values, found, known = [*lines.values()], list[str | None](), dict[str | None, str | None]()
     # The query takes some 50 times the bytes of its lines.
     at_once = max(1, CHECKED_BYTES // max(map(len, values), default=1))
     with connected({"threads": 1}) as connection:
         for i in range(0, len(values), at_once):
-            rows = connection.execute(ARE_OBJECTS, [values[i : i + at_once]]).fetchall()
-            found += [row[0] for row in rows]
+            rows = connection.execute(NAMES, [values[i : i + at_once]]).fetchall()
+            found += [known.setdefault(names, names) for (names,) in rows]
+    reasons = _mistakes(found)
     others = [
-        f"{where}: no JSON object: {shortened(printable(line.decode(errors='replace')), 80)}"
-        for (where, line), is_object in zip(lines.items(), found, strict=True)
-        if not is_object
+        f"{where}: {reason}: {shortened(printable(line.decode(errors='replace')), 80)}"
+        for (where, line), names in zip(lines.items(), found, strict=True)
+        if (reason := reasons.get(names))
     ]
     if others and config.on_bad is OnBad.fail:
         raise ValueError(
             f"{config.source}, {others[0]}; correct what sends them, and set on_bad=skip to leave them out"
         )
-    return [*compress(lines.values(), found)], others
+    return [*compress(lines.values(), (names not in reasons for names in found))], others
+
+
+def _mistakes(found: list[str | None]) -> dict[str | None, str]:
+    """Return why messages with some names are left out: SQL does not tell names by their case, so the usual spelling counts."""
+    counts, lists = Counter[str](), {names: json.loads(names or "[]") for names in {*found}}
+    for names, count in Counter(found).items():
+        counts.update(dict.fromkeys(lists[names], count))
+    # In bytes ASCII alone has a lower case, as for DuckDB.
+    usual = {name.encode().lower(): name for name, _ in reversed(counts.most_common())}
+    reasons: dict[str | None, str] = {None: "no JSON object"}
+    for names in lists:
+        for name in lists[names]:
+            if (other := usual[name.encode().lower()]) != name:
+                reasons[names] = f"{shown(name)} is {shown(other)} in other messages"
+    return reasons
 
 
 def _write_part(config: PreprocConfig, path: Path, lines: Lines, begins: dict[str, Any]) -> int:

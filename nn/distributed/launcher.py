@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import sys
+from collections import deque
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import NoReturn
 PARENT_PID = os.getppid()
 # <sys/prctl.h>
 PR_SET_PDEATHSIG = 1
+_reserved = deque[socket.socket](maxlen=64)
 
 
 def is_launched() -> bool:
@@ -32,6 +34,15 @@ def is_single_node() -> bool:
 def is_node_leader() -> bool:
     """Return whether this is local rank 0, which reports errors that all ranks of the node have."""
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
+def reserved_port() -> int:
+    """Return a port that only a server with `SO_REUSEADDR`, as torch's store, gets while this process lives (the newest 64)."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("", 0))
+    _reserved.append(holder)
+    return int(holder.getsockname()[1])
 
 
 def check_variables() -> None:

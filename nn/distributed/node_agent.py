@@ -12,6 +12,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import api as rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousError
 from torch.distributed.launcher import api as launcher
 
@@ -21,7 +22,7 @@ from configs.exit_codes import (
     LOST_RANK_EXIT_CODE,
     RESUME_EXIT_CODE,
 )
-from nn.distributed.launcher import node_name
+from nn.distributed.launcher import node_name, reserved_port
 
 PREEMPTION_SIGNAL = signal.SIGUSR1
 
@@ -55,6 +56,8 @@ def run_node(options: Sequence[str]) -> int:
     node = node_name()
     # Otherwise restarted ranks reuse the store of their first start with its stale entries, and hang (torch 2.13).
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # Until the first rank has imported torch and listens, another process could take torch's own choice of its port.
+    rendezvous.get_free_port = reserved_port
     # torchrun has no option for the class of its agent.
     launcher.LocalElasticAgent = NodeAgent  # type: ignore[misc]
     try:

@@ -270,6 +270,7 @@ class DuckDBEngine:
         stream = self.stream(query, rows_at_once)
         batches = checked_order(stream) if has_order else stream
         if is_sorted:
+            self.num_ties = 0
             batches = self._counting_ties(stream, rows.order_by)
         # What sorts runs here, where Ctrl-C interrupts it.
         first = next(batches, None)

@@ -150,7 +150,7 @@ class Staging:
                 self._refuse_item(item, f"no column {quoted(item.sql.strip(chr(34)))}")
         reason = "not one value per expression"
         try:
-            values = self._values(base)
+            values = self._values(base, self._expressions)
             columns = [(name, kind.lower()) for name, kind in engine.columns(values)]
         except QueryError as error:
             reason, columns = str(error), []
@@ -164,6 +164,27 @@ class Staging:
         keys = [f"key{i}_" for i in range(len(table.order_by))]
         # columns of the query that order it
         self.order_by = keys if table.query else ["file_", "order_"]
+
+    def leave_out_failing(self) -> None:
+        """Make a row for which an expression fails a bad one; QueryError: the engine cannot try an expression."""
+        tried, unpacked, reasons = list[_Expression](), list[str](), list[str]()
+        for item in self._expressions:
+            tried.append(item)
+            if item.is_column:
+                continue
+            # A value that fails is no struct; one that is missing is a struct of null.
+            tried[-1] = replace(item, sql=f"TRY({{'v': ({item.sql}\n)}})")
+            value, of = item.column, f"{item.column}of_"
+            named = ", ".join(map(quoted, _columns_in(item.sql, self._names))) or "''"
+            tried.append(replace(item, column=of, sql=f"concat_ws(', ', {named})"))
+            unpacked += [
+                f"{value}.v AS {value}",
+                f"CASE WHEN {value} IS NULL THEN {of} END AS {of}",
+            ]
+            reason = text(f"{item.where}: {item.shown} fails for ")
+            reasons.append(f"WHEN {of} IS NOT NULL THEN {reason} || {shown_value(of)}")
+        values = f"SELECT * REPLACE ({', '.join(unpacked)}) FROM ({self._values(self._base_query, tried)})"
+        self.query = self._checked(values, reasons)
 
     @property
     def rows(self) -> StagedRows:
@@ -396,8 +417,8 @@ class Staging:
         result = kinds(base) if self.table.query else next(iter(sources.values()))
         return TextColumns(sources, result)
 
-    def _values(self, base: str) -> str:
-        aware = [item for item in self._expressions if item.sees_nan]
+    def _values(self, base: str, expressions: Sequence[_Expression]) -> str:
+        aware = [item for item in expressions if item.sees_nan]
         if aware:
             values = ", ".join(f"({item.sql}\n) AS {item.column}seen_" for item in aware)
             base = f"SELECT *, {values} FROM ({base})"
@@ -410,12 +431,12 @@ class Staging:
             f"{item.column}seen_ AS {item.column}"
             if item.sees_nan
             else f"({item.sql}\n) AS {item.column}"
-            for item in self._expressions
+            for item in expressions
         ]
         return f"SELECT {', '.join(columns)} FROM ({base})"
 
-    def _checked(self, values: str) -> str:
-        """Return the query of the stored columns, and the mistake of a row as `bad_`."""
+    def _checked(self, values: str, failures: Sequence[str] = ()) -> str:
+        """Return the query of the stored columns, and the mistake of a row as `bad_`, first of `failures`."""
         table, engine, kinds = self.table, self._engine, self._kinds
         # Columns of the base have no NaN; what expressions compute may.
         clean = {item.column for item in self._expressions if item.is_column}
@@ -435,7 +456,7 @@ class Staging:
         if numbers:
             values = f"SELECT *, {numbers} FROM ({values})"
         columns = ["file_"] if table.query else ["file_", "order_"]
-        reasons: list[str] = []
+        reasons = [*failures]
         for name, (key, row_number) in table.row_numbers.items():
             title = (
                 "the label" if list(table.row_numbers) == [name] else f"the {key} {row_number.name}"

@@ -28,10 +28,11 @@ from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.storage.object_store import ObjectStore
 from nn.checkpoint.directory import find_damage, list_checkpoints, read_facts
+from nn.distributed.launcher import reserved_port
 from nn.export.tables import Selection, export_tables
 from nn.replay import replay
 from tests.helpers.composed import compose_with_hydra
-from tests.helpers.distributed import free_port, launched_as
+from tests.helpers.distributed import launched_as
 from tests.helpers.file_system_faults import FAULTS, run_with_fault
 from tests.helpers.preproc_command import compose_preproc, raw_line, write_lines
 from tests.helpers.runs import jsonl, records, stored_bytes, summary, timeless
@@ -68,7 +69,7 @@ class Scenario:
 
     def ranks(self, case: Path) -> Callable[[int], int]:
         """Return what each rank calls with its number."""
-        return partial(self._run_rank, case, free_port() if self.num_ranks > 1 else 0)
+        return partial(self._run_rank, case, reserved_port() if self.num_ranks > 1 else 0)
 
     def _run_rank(self, case: Path, port: int, rank: int) -> int:
         os.chdir(case)

@@ -8,18 +8,16 @@ import atexit
 import multiprocessing as mp
 import os
 import pickle
-import secrets
-import socket
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 from torchrec.distributed import comm
 
+from nn.distributed.launcher import reserved_port
 from tests.helpers.forks import fork_context
 
 ANSWER_S = 300
@@ -48,7 +46,7 @@ class RankPool:
         self, function: Callable[..., Any], args: tuple[Any, ...], local_world_size: int
     ) -> list[tuple[Any, str]]:
         """Return (result, traceback or "") per rank; ranks without an answer are killed."""
-        port = free_port()
+        port = reserved_port()
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((function, port, local_world_size, args)))
         answers: dict[Connection, tuple[Any, str]] = {}
@@ -70,15 +68,6 @@ class RankPool:
         for process in self.processes:
             process.kill()
             process.join()
-
-
-def free_port() -> int:
-    """Return a port without a listener, below those that the system gives to other sockets meanwhile."""
-    while True:
-        port = 20_000 + secrets.randbelow(12_000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _context() -> mp.context.BaseContext:

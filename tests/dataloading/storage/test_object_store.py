@@ -12,6 +12,7 @@ from dataloading.storage import local_copy, object_store
 from dataloading.storage.local_copy import cache_directory, local_path, local_paths
 from dataloading.storage.object_store import ObjectStore, is_remote, shown_address
 from dataloading.storage.upload import upload_folder, writable
+from nn.distributed.launcher import reserved_port
 from tests.dataloading.storage.s3_server import SECRET
 
 
@@ -220,12 +221,11 @@ def test_credentials_of_an_address_and_of_the_environment_are_not_shown(bucket):
 def nobody(request, monkeypatch):
     """Point the environment to a port that nobody listens to, or that accepts and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        port = reserved_port() if request.param == "refused" else listener.getsockname()[1]
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
         monkeypatch.setenv("AWS_REGION", "us-east-1")
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        if request.param == "refused":
-            listener.close()
         yield request.param
 
 

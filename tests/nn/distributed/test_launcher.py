@@ -1,12 +1,13 @@
 """Facts of its launcher that a rank reads."""
 
+import socket
 import sys
 
 import pytest
+from torch.distributed import TCPStore
 
-from nn.distributed.launcher import check_variables, refuse_elastic_nodes
+from nn.distributed.launcher import check_variables, refuse_elastic_nodes, reserved_port
 from tests.helpers.command import ROOT, run_command, start_command
-from tests.helpers.distributed import free_port
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ELASTIC = "nodes cannot join or leave a run yet; write --nnodes=2 (or 1)"
@@ -91,9 +92,17 @@ def test_a_process_without_a_node_leader_reports_its_variables(monkeypatch):
     assert ended.err.count("\n") == 1
 
 
+def test_a_reserved_port_is_for_its_server_alone():
+    port = reserved_port()
+    assert reserved_port() != port
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    assert TCPStore("127.0.0.1", port, is_master=True).port == port
+
+
 @pytest.mark.doors
 def test_torchrun_with_a_number_of_nodes_that_may_change_ends_at_the_start(tmp_path):
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{reserved_port()}"]
     ended = start_command(
         *("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node=2", *rendezvous),
         *("--rdzv-conf=last_call_timeout=1", str(ROOT / "dlrm.py"), "run_dir=run"),

@@ -26,14 +26,17 @@ from nn.distributed.node_launcher import (
 from tests.helpers.command import kept_signals
 from tests.helpers.forks import fork_context
 
-# Rank that ends by its arguments: `exit N`, `kill` once within a group, `wait` for the signal. It prints each start.
+# Rank that ends by its arguments: `exit N`, `bind` to the store's port, `kill` once within a group, `wait` for the signal. It
+# prints each start.
 RANK = """\
-import os, signal, sys, time
+import os, signal, socket, sys, time
 rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 print("rank", rank, "start", start, flush=True)
 print("to stderr", file=sys.stderr, flush=True)
 how, *numbers = sys.argv[1:]
+if how == "bind":
+    socket.socket().bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
 if how == "exit" and rank == 1:
     sys.exit(int(numbers[0]))
 if how == "kill":
@@ -194,6 +197,12 @@ def test_a_node_of_successful_ranks_exits_with_0_and_has_logs_per_rank(tmp_path)
         assert log.read_text() == f"rank {rank} start 0\n"
         assert log.with_name("stderr.log").read_text() == "to stderr\n"
         assert f"rank {rank} start 0" in out, "the job's own log has it too"
+
+
+def test_nobody_else_gets_the_port_of_the_store_before_it_listens(tmp_path):
+    code, out = ended(tmp_path, "bind")
+    assert code == 1
+    assert "Address already in use" in out
 
 
 def test_a_final_error_is_not_restarted(tmp_path):

@@ -5,8 +5,10 @@ import pytest
 
 from configs.schema import Config
 from dataloading.dataset import parquet_writer
+from nn import build
 from nn.build import build_train_loader, checked_plan, open_source, planned_hardware, without_a_node
 from nn.distributed.process_group import ranks_from_environment
+from nn.models.registry import declared_tables as declared
 from nn.planning.plan import TablePlan
 from nn.planning.row_requests import requests_of
 from nn.sharding.request_capacity import capacity_for, most_expected
@@ -87,3 +89,11 @@ def test_a_plan_for_a_node_less_reads_no_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(type(source), "read", lambda *_: pytest.fail("rows are read"))
     less = without_a_node(config, source, planned_hardware(config))
     assert less == "the tables fit 2 x cpu, on which the run would resume"
+
+
+def test_a_plan_declares_its_tables_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(build, "declared_tables", lambda *of: calls.append(of) or declared(*of))
+    config = compose_config("mode=plan")
+    checked_plan(config, open_source(config), planned_hardware(config))
+    assert len(calls) == 1

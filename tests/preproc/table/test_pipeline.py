@@ -405,6 +405,46 @@ def test_lines_with_other_columns_or_no_utf8_are_bad(tmp_path, people):
     assert json.loads((tmp_path / "out/report.json").read_text())["rows"]["bad"] == 3
 
 
+@pytest.mark.parametrize("query", [None, "SELECT * FROM people"])
+def test_rows_for_which_an_expression_fails_are_bad(tmp_path, people, query):
+    lines = people.read_text().splitlines()
+    more = {"numerical": [{"name": "years", "expression": "CAST(age AS INT)"}, "age"]}
+    more["weight"] = {
+        "name": "w",
+        "expression": "1 + coalesce(CAST(isnan(CAST(age AS DOUBLE)) AS INT), 0)",
+    }
+    if query:
+        more |= {"query": query, "order_by": ["CAST(age AS INT)", "length(bought)", "length(city)"]}
+    wanted = build(tmp_path / "wanted", described(people, **more))
+    bad = tmp_path / "bad.csv"
+    bad.write_text("\n".join([*lines[:3], "1,2,x", "1,old,x,y", "yes,new,x,y", *lines[3:]]))
+    assert build(tmp_path / "out", described(bad, **more), "on_bad=quarantine") == wanted
+    kept = [line.split("\t") for line in (tmp_path / "out/bad_rows.tsv").read_text().splitlines()]
+    fails = f"table.weight: 'w': expression {more['weight']['expression']!r} fails for "
+    reasons = [fails + "old", fails + "new", "Expected Number of Columns: 4 Found: 3"]
+    assert [reason for _, _, reason, *_ in kept] == reasons
+    assert json.loads((tmp_path / "out/report.json").read_text())["rows"]["bad"] == 3
+
+
+@pytest.mark.parametrize("first", ["people", "homes"])
+def test_bad_lines_of_several_sources_are_in_the_order_of_the_sources(tmp_path, people, first):
+    lines = people.read_text().splitlines()
+    people.write_text("\n".join([*lines, "1,2,x", "1,2,y"]))
+    homes = tmp_path / "[1]" / "homes.csv"
+    homes.parent.mkdir()
+    homes.write_text("city,size\nRome,5\nOslo,6,7\n")
+    # DuckDB shortens a path with signs of a pattern.
+    named = {"people": {"files": str(people)}, "homes": {"files": f"{tmp_path}/[[]1]/../[[]1]/h*"}}
+    sources = {name: named[name] for name in sorted(named, reverse=first == "people")}
+    query = "SELECT * FROM people LEFT JOIN homes USING (city)"
+    table = described(people, sources=sources, query=query, order_by=["CAST(age AS INT)"])
+    build(tmp_path / "out", table, "on_bad=quarantine")
+    kept = [line.split("\t") for line in (tmp_path / "out/bad_rows.tsv").read_text().splitlines()]
+    of_people, of_homes = [("people.csv", "10"), ("people.csv", "11")], [("homes.csv", "3")]
+    wanted = of_people + of_homes if first == "people" else of_homes + of_people
+    assert [(Path(file).name, number) for file, number, *_ in kept] == wanted
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -258,7 +258,13 @@ ZONES = {"Z": 0, "+05:30": 19_800, "-03": -10_800, "": 0}
 
 
 @pytest.mark.parametrize(
-    "order_by", ["CAST(time AS TIMESTAMP)", "time::timestamp", "try_cast(time as Timestamp )"]
+    "order_by",
+    [
+        *("CAST(time AS TIMESTAMP)", "time::timestamp", "try_cast(time as Timestamp )"),
+        *("CAST(time AS DATETIME)", "time::timestamp_s", "CAST(time AS TIMESTAMP_NS)"),
+        *("time::TIMESTAMP(3)", 'CAST(time AS "timestamp")'),
+        "CAST(time AS Timestamp Without Time Zone)",
+    ],
 )
 def test_texts_of_times_count_by_the_zones_that_they_name(tmp_path, order_by):
     """DuckDB's cast drops them without a word, and a row would see events of hours that are still to come."""

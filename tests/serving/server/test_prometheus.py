@@ -14,9 +14,9 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
+from nn.distributed.launcher import reserved_port
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
-from tests.helpers.distributed import free_port
 from tests.serving.handmade_model import FEATURES, write_raw_model
 from tests.serving.served_models import Client, serving, tensor
 from tests.serving.server.test_monitoring import ALERTS, ROOT, expressions
@@ -94,7 +94,7 @@ def test_every_panel_and_alert_has_values_of_a_server_and_a_training(tmp_path):
                 log_share=1.0,
             )
         )
-        node, own = free_port(), free_port()
+        node, own = reserved_port(), reserved_port()
         for job, port in zip(config["scrape_configs"], (client.port, node), strict=True):
             job["static_configs"] = [{"targets": [f"127.0.0.1:{port}"]}]
         (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))

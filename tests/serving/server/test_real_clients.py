@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from nn.distributed.launcher import reserved_port
 from tests.serving.handmade_model import FEATURES, write_raw_model
 from tests.serving.served_models import Client, serving
 
@@ -155,8 +156,7 @@ def test_ab_keeps_its_connections(client, tmp_path):
 def test_nginx_in_front(client, scores, tmp_path):
     import httpx
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        own = free.getsockname()[1]
+    own = reserved_port()
     config = tmp_path / "nginx.conf"
     config.write_text(NGINX.format(here=tmp_path, port=client.port, own=own))
     command = ["nginx", "-p", tmp_path, "-e", "stderr", "-c", config]

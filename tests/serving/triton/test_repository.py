@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from configs.serving_schema import DenseFormat, DenseType, Device, Layout, TritonConfig
+from nn.distributed.launcher import reserved_port
 from serving.inference.model import ServedModel
 from serving.inference.model_rows import Rows
 from serving.inference.tables import MappedTables
@@ -28,7 +29,6 @@ from serving.triton.parts import EMBEDDINGS, load_part
 from serving.triton.repository import LOOPBACK, write_repository
 from serving.triton.text_proto import Word, entries, text_proto
 from tests.helpers.command import ROOT
-from tests.helpers.distributed import free_port
 from tests.serving.handmade_model import (
     FEATURES,
     some_rows,
@@ -203,7 +203,7 @@ def test_every_command_that_is_shown_listens_on_loopback():
 @pytest.mark.doors
 def test_a_real_server_scores_as_the_model(model, repositories, tmp_path):
     assert SERVER, "TRITONSERVER names no server; serving/triton/install_server.sh makes one"
-    ports = [free_port() for _ in range(3)]
+    ports = [reserved_port() for _ in range(3)]
     kinds = [f"--model-repository={repositories[kind]}" for kind in ("monolithic", "ensemble")]
     names = ("http", "grpc", "metrics")
     listen = [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
