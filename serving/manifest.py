@@ -203,6 +203,13 @@ class Manifest:
         inputs += [(name, "FP32", [-1, -1]) for of in self.sequences for name in of.numbers]
         return [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in inputs]
 
+    def check_inputs(self) -> None:
+        """Raise ValueError: two inputs of a request have one name, so that one tensor would be read as both."""
+        names = [*(of["name"] for of in self.inputs), *(of.name for of in self.sequences)]
+        for name in names:
+            if [*names, self.keep_rate].count(name) > 1:
+                raise ValueError(f"two inputs of a request are named {shown(name)}; rename one")
+
     @property
     def id_columns(self) -> int:
         return sum(feature.hotness or 0 for feature in self.fixed)
@@ -291,6 +298,8 @@ class Manifest:
             raise ModelError(
                 f"{directory} is no model directory (there is no {MANIFEST} in it); write one with python -m serving.export"
             ) from None
+        except ValueError as error:
+            raise ModelError(str(error)) from None
         try:
             document = parse_json(data, str(path))
             if document["format"] != FORMAT:
@@ -410,10 +419,8 @@ def _check(directory: Path, manifest: Manifest) -> None:
     if {name for table in manifest.tables for name in table.features} != set(names):
         raise ValueError("a feature has no table")
     ragged = {feature.name for feature in manifest.ragged}
-    columns = [name for of in manifest.sequences for name in (of.name, *of.group.columns)]
-    _texts(columns)
-    if len({*columns, NUMERICAL, IDS}) < len(columns) + 2:
-        raise ValueError("want sequences and numbers of different names")
+    _texts([name for of in manifest.sequences for name in (of.name, *of.group.columns)])
+    manifest.check_inputs()
     for sequence in manifest.sequences:
         if not ragged.issuperset(sequence.features) or ragged & {*sequence.numbers}:
             raise ValueError(f"sequence {shown(sequence.name)} is not of ragged features")

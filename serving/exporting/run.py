@@ -139,8 +139,9 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
         )
         for table in trained.tables
     ]
-    rows, error = write_tables(directory, tables, trained.saved.index, dtype, numbers)
     manifest = _manifest(trained, options, tables)
+    manifest.check_inputs()
+    rows, error = write_tables(directory, tables, trained.saved.index, dtype, numbers)
     exported = FromRows(dense, manifest) if manifest.handed_out else dense
     export_dense(directory, exported, len(spec.numerical), columns)
     if options.onnx:
