@@ -10,7 +10,6 @@ from configs.serving_schema import AccuracyConfig
 
 
 def run(config: AccuracyConfig) -> None:
-    # Imported here: the errors above need none of it.
     from dataloading.dataset.durable_files import write_synced
     from serving.client.accuracy import evaluate, lines
 

@@ -9,7 +9,6 @@ from configs.serving_schema import LatencyConfig
 
 
 def run(config: LatencyConfig) -> None:
-    # Imported here: the errors above need none of it.
     from serving.client.latency import measure
     from serving.client.latency_picture import draw
     from serving.client.results import write_csv

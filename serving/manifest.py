@@ -30,6 +30,7 @@ from configs.messages import shortened, shown
 from configs.table_schema import MOST_HOTNESS, is_number, one_of, record_of, records, whole
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
+from nn.checkpoint.run_facts import FORGOTTEN, is_count
 from serving.raw_description import ModelParts, check_raw
 from serving.raw_records import RawDescription
 
@@ -203,6 +204,13 @@ class Manifest:
         inputs += [(name, "FP32", [-1, -1]) for of in self.sequences for name in of.numbers]
         return [{"name": name, "datatype": kind, "shape": shape} for name, kind, shape in inputs]
 
+    def check_inputs(self) -> None:
+        """Raise ValueError: two inputs of a request have one name, so that one tensor would be read as both."""
+        names = [*(of["name"] for of in self.inputs), *(of.name for of in self.sequences)]
+        for name in names:
+            if [*names, self.keep_rate].count(name) > 1:
+                raise ValueError(f"two inputs of a request are named {shown(name)}; rename one")
+
     @property
     def id_columns(self) -> int:
         return sum(feature.hotness or 0 for feature in self.fixed)
@@ -291,6 +299,8 @@ class Manifest:
             raise ModelError(
                 f"{directory} is no model directory (there is no {MANIFEST} in it); write one with python -m serving.export"
             ) from None
+        except ValueError as error:
+            raise ModelError(str(error)) from None
         try:
             document = parse_json(data, str(path))
             if document["format"] != FORMAT:
@@ -392,6 +402,8 @@ def _check(directory: Path, manifest: Manifest) -> None:
         raise ValueError("want at least one feature and one output")
     if not isinstance(manifest.source.get(VOCABULARIES) or {}, dict):
         raise ValueError(f"{VOCABULARIES} of the source must be an object")
+    if not all(is_count(n) for of in manifest.source.get(FORGOTTEN, {}).values() for n in of):
+        raise ValueError(f"{FORGOTTEN} of the source must be numbers of rows, by table")
     if not _are_finite(manifest.proof):
         raise ValueError("the proof has a number that is not finite")
     rows = {feature.name: feature.cardinality for feature in manifest.categorical}
@@ -410,10 +422,8 @@ def _check(directory: Path, manifest: Manifest) -> None:
     if {name for table in manifest.tables for name in table.features} != set(names):
         raise ValueError("a feature has no table")
     ragged = {feature.name for feature in manifest.ragged}
-    columns = [name for of in manifest.sequences for name in (of.name, *of.group.columns)]
-    _texts(columns)
-    if len({*columns, NUMERICAL, IDS}) < len(columns) + 2:
-        raise ValueError("want sequences and numbers of different names")
+    _texts([name for of in manifest.sequences for name in (of.name, *of.group.columns)])
+    manifest.check_inputs()
     for sequence in manifest.sequences:
         if not ragged.issuperset(sequence.features) or ragged & {*sequence.numbers}:
             raise ValueError(f"sequence {shown(sequence.name)} is not of ragged features")

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from configs.messages import shown
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from nn.checkpoint.tensor_index import INDEX_FILE, read_index
 from preproc.line_blocks import blocks
 from preproc.raw_files import MAGIC, OTHER_TABLES, PACKED_OTHERWISE, PARQUET, RawFile
 from serving.inference.key_rows import KeyRows
+from serving.inference.raw_columns import SEPARATOR
 from serving.inference.raw_values import key_of
 from serving.manifest import DENSE, Manifest
 from serving.raw_records import RawDescription
@@ -99,6 +101,16 @@ def _in_model(path: Path, values: Values) -> Iterator[tuple[Path, str]]:
     name, vocabulary = vocabulary_of(path, manifest, values.feature)
     if vocabulary is not None and vocabulary.ids(values.texts).any():
         yield path / name, "vocabulary"
+    features = RawDescription.of(manifest.raw).by_feature if manifest.raw else {}
+    column = str(features[values.feature].column).lower() if values.feature in features else ""
+    for of in features.values():
+        columns = [name.lower() for name in of.cross]
+        if of.vocabulary is not None and column in columns:
+            name, size = of.vocabulary
+            at, wanted = columns.index(column), {*values.texts}
+            batches = Vocabulary(path / name, size).texts_without(())
+            if any(text and text.split(SEPARATOR)[at] in wanted for of in batches for text in of):
+                yield path / name, f"a part of values of the cross {shown(of.name)}"
 
 
 def _in_dataset(path: Path, values: Values) -> Iterator[tuple[Path, str]]:
@@ -166,4 +178,6 @@ def _texts(column: "pa.Array") -> "Iterator[pa.Array]":
         column = column.cast(pa.string())
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary)
     if any(is_kind(column.type) for is_kind in kinds):
-        yield column.cast(pa.binary())
+        column = column.cast(pa.binary())
+        yield column
+        yield pc.list_flatten(pc.split_pattern(column, SEPARATOR))  # of crosses

@@ -20,6 +20,7 @@ from configs.messages import shown
 from dataloading.dataset.durable_files import new_output, write_synced
 from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.compatibility import AVERAGE
+from nn.checkpoint.run_facts import FORGOTTEN
 from nn.deltas.chain import open_chain
 from nn.deltas.delta import CHAIN, Delta, chain_of
 from nn.deltas.scaled_rows import quantize
@@ -107,7 +108,8 @@ def _write(
             Feature(f.name, f.cardinality, f.hotness) for f in spec.categorical
         ]
         if new_raw:
-            values["raw"] = write_raw_values(directory, str(spec.root), spec, chain[-1].facts)
+            facts = chain[-1].facts | {FORGOTTEN: manifest.source.get(FORGOTTEN, {})}
+            values["raw"] = write_raw_values(directory, str(spec.root), spec, facts)
     prefix = PREFIX if manifest.handed_out else ""
     _write_dense(base / DENSE, directory / DENSE, chain[-1], prefix)
     last = chain[-1]

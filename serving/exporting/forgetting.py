@@ -21,6 +21,7 @@ from dataloading.keys.rekeyed import KEYS
 from nn.checkpoint.compatibility import vocabulary_mismatch
 from nn.checkpoint.directory import DELTA, DELTAS, RUN_FILE
 from nn.checkpoint.forgetting import forget_rows, keyed_rows
+from nn.checkpoint.run_facts import FORGOTTEN
 from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import INDEX_FILE
 from nn.embedding.declared_tables import tables_of_feature
@@ -139,14 +140,16 @@ def _in_checkpoint(path: Path, values: Values, datasets: Sequence[_Dataset]) -> 
     elif not named:
         raise ValueError(f"its ids are those of the vocabulary of {dataset.path}; name that too")
     tables_of = tables_of_feature(declared_tables(config.model, dataset.spec))
-    for sharing in dataset.spec.table_features[dataset.owner] if len(ids) else ():
-        rows |= {f"tables.{table}.": ids for table in tables_of[sharing.name]}
-    if missing := [
-        name for name in rows if not any(t.startswith(name) for t in saved.index.tensors)
-    ]:
-        raise ValueError(
-            f"it has no {missing[0]}*, as runs on {dataset.path} have; name the dataset of its training"
-        )
+    sharing = dataset.spec.table_features[dataset.owner] if len(ids) else ()
+    for table in dict.fromkeys(table for of in sharing for table in tables_of[of.name]):
+        weight = saved.index.tensors.get(f"tables.{table}.weight")
+        if weight is None:
+            raise ValueError(
+                f"it has no tables.{table}.*, as runs on {dataset.path} have; name the dataset of its training"
+            )
+        # A later day has ids beyond a table that had not grown.
+        if len(own := ids[ids < weight.size[0]]):
+            rows[f"tables.{table}."] = own
     if rows:
         forget_rows(saved, rows)
         return f"values removed: {max(map(len, rows.values())):,} ({', '.join(rows)})"
@@ -182,7 +185,7 @@ def _in_model(directory: Path, values: Values, datasets: Sequence[_Dataset]) -> 
         raise ValueError(
             f"it has no raw values of a feature {shown(values.feature)}; if it takes ids, name the dataset of its training too"
         )
-    rows = np.unique(rows[rows > 0])
+    rows = np.unique(rows[(rows > 0) & (rows < min(table.rows for table in tables))])
     if not len(rows):
         return ""
     files = [name for table in tables for name in (table.file, table.scale_file)]
@@ -202,7 +205,11 @@ def _in_model(directory: Path, values: Values, datasets: Sequence[_Dataset]) -> 
         if vocabulary is not None:
             (copy / name).unlink()
             write_vocabulary(copy / name, vocabulary.texts_without(set(rows.tolist())))
+        noted = manifest.source.get(FORGOTTEN, {})
+        for name in (f"tables.{table.name}" for table in tables):
+            noted |= {name: sorted({*noted.get(name, []), *rows.tolist()})}
+        source = manifest.source | {FORGOTTEN: noted}
         (copy / MANIFEST).unlink()
-        document = replace(manifest, files=describe_files(copy)).to_json()
+        document = replace(manifest, files=describe_files(copy), source=source).to_json()
         write_synced(copy / MANIFEST, document)
     return f"values removed: {len(rows):,}"

@@ -20,9 +20,11 @@ from configs.table_schema import (
 )
 from configs.transforms import is_served
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.lineage import FITTED
+from dataloading.lineage import FITTED, Lineage
 from dataloading.row_sql import COLUMN, columns_of, of_utc, unserved
 from nn.checkpoint.compatibility import vocabulary_mismatch
+from nn.checkpoint.run_facts import DAY_FACTS, FORGOTTEN
+from nn.embedding.declared_tables import table_name
 from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, load_fitted, vocabulary_name
 from serving.inference.requests import IDS, NUMERICAL
 from serving.raw_records import (
@@ -60,6 +62,10 @@ def write_raw_values(
             "for it"
         )
     problem = vocabulary_mismatch(facts, own.metadata)
+    day, lineage = facts.get(DAY_FACTS, {}).get("identity"), Lineage.of(own.metadata)
+    # Vocabularies of a day have no checksum there, and several days may extend one fit.
+    if lineage.day and day is not None and day != lineage.identity:
+        problem = "was trained on another day, or on one of other rows"
     if problem is not None:
         raise ValueError(
             f"the model {problem}; name the one that was fitted for it instead of fitted={fitted}"
@@ -69,7 +75,8 @@ def write_raw_values(
     for feature in table.categorical:
         if not (feature.is_hashed or feature.vocabulary_of):
             file = f"{VOCABULARY}/{quote(feature.name, safe='')}.bin"
-            size = write_vocabulary(directory / file, _values(state, feature.name))
+            gone = facts.get(FORGOTTEN, {}).get(f"tables.{table_name(feature.name)}", [])
+            size = write_vocabulary(directory / file, _values(state, feature.name, gone))
             vocabularies[feature.name] = file, size
     inputs = _Inputs(state, vocabularies)
     numerical = [_numerical(feature, inputs) for feature in table.numerical]
@@ -274,9 +281,11 @@ def _column_of(feature: Numerical | Categorical | RowNumber) -> str | None:
     return sql[1:-1].replace('""', '"') if sql[:1] == '"' else sql
 
 
-def _values(state: FittedState, feature: str) -> Iterator[list[str | None]]:
+def _values(state: FittedState, feature: str, gone: Sequence[int]) -> Iterator[list[str | None]]:
     """Yield the values of a vocabulary in the order of their ids, which `load_fitted` has checked; None for a retired one."""
     from dataloading.dataset.parquet_files import open_file
+
+    first = 1
 
     columns = ["value", "retired"] if state.has_days(feature) else ["value"]
     with open_file(state.directory / vocabulary_name(feature)) as file:
@@ -284,4 +293,10 @@ def _values(state: FittedState, feature: str) -> Iterator[list[str | None]]:
             values = batch["value"]
             if "retired" in columns:
                 values = pc.if_else(batch["retired"], None, values)
-            yield values.to_pylist()
+            texts = values.to_pylist()
+            if any(0 <= n - first < len(texts) and texts[n - first] is not None for n in gone):
+                raise ValueError(
+                    f"fitted={state.directory} has values of {shown(feature)} that serving.forget removed; remove them there too"
+                )
+            yield texts
+            first += len(texts)

@@ -13,6 +13,7 @@ from configs.serving_schema import Device, ModelExportConfig
 from dataloading.dataset.durable_files import new_output, write_synced
 from dataloading.dataset.source import Source
 from nn.build import open_source, stored_key_maps
+from nn.checkpoint.run_facts import FORGOTTEN
 from nn.checkpoint.saved import SavedModel
 from nn.deltas.delta import CHAIN
 from nn.embedding.declared_tables import Tables, embedding_columns, hands_out_rows
@@ -139,8 +140,9 @@ def _write(directory: Path, trained: Trained, options: ModelExportConfig) -> Man
         )
         for table in trained.tables
     ]
-    rows, error = write_tables(directory, tables, trained.saved.index, dtype, numbers)
     manifest = _manifest(trained, options, tables)
+    manifest.check_inputs()
+    rows, error = write_tables(directory, tables, trained.saved.index, dtype, numbers)
     exported = FromRows(dense, manifest) if manifest.handed_out else dense
     export_dense(directory, exported, len(spec.numerical), columns)
     if options.onnx:
@@ -203,7 +205,7 @@ def _manifest(trained: Trained, options: ModelExportConfig, tables: list[Table])
             "step": facts["num_steps"],
             "seed": config.seed,
             "feature_spec": facts["feature_spec"],
-            **{n: facts[n] for n in (CHAIN, VOCABULARIES) if facts.get(n)},
+            **{n: facts[n] for n in (CHAIN, VOCABULARIES, FORGOTTEN) if facts.get(n)},
             "recipe": project_version(),
             "torch": torch.__version__,
         },

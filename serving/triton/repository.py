@@ -85,6 +85,11 @@ def _write_ensemble(
     numerical, *ids = _features(manifest)
     sparse, dense = f"{name}_sparse", f"{name}_dense"
     embeddings = _tensor(EMBEDDINGS, "TYPE_FP32", [manifest.num_columns])
+    passed = [of["name"] for of in (numerical, *ids, embeddings, *_scores(manifest))]
+    if len({*passed}) < len(passed):
+        raise ValueError(
+            f"layout=ensemble: two of its tensors have one name ({', '.join(map(shown, passed))}); use layout=monolithic"
+        )
     message = _model(config, sparse, ids, [embeddings])
     message |= _python(_parameters(config, "embeddings", manifest))
     read = [file for file in manifest.files if file.startswith(("tables/", "keys/"))]

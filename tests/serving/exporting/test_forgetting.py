@@ -197,6 +197,71 @@ def test_values_leave_vocabularies_and_the_next_day_follows(tmp_path, capsys):
     assert servable(tmp_path / "models") == ["2", "1"]
 
 
+def test_ids_of_a_later_day_and_fits_of_another_one(tmp_path, capsys):
+    first = fit(tmp_path, 0)
+    train(tmp_path, first, "train.max_steps=2", "checkpoint.delta_every=1")
+    base = tmp_path / "run/checkpoints/step_2"
+    export(base, tmp_path / "models/1", fitted=str(first), rows=8)
+    export(base, tmp_path / "ids", dtype=TableType.int8, rows=8)
+    extend = ("mode=extend", f"fitted={first}")
+    second = fit(tmp_path, 1, *extend)
+    train(tmp_path, second, "day=next", "train.max_steps=1", "checkpoint.delta_every=1")
+    last, deltas = tmp_path / "run/checkpoints/step_3", [str(tmp_path / "run/deltas/step_3")]
+    # A day of as many new values, which are others.
+    text = (tmp_path / "1.csv").read_text().replace("customer-9", "customer-19")
+    (tmp_path / "other.csv").write_text(text.replace("customer-10", "customer-20"))
+    table = TABLE.replace("{file}", str(tmp_path / "other.csv"))
+    preproc("dataset=any", f"output={tmp_path}/other", table, *extend)
+    assert len(ids_of(tmp_path / "other", "user_id", ["customer-19", "customer-20"])) == 2
+    other = "trained on another day, or on one of other rows"
+    with pytest.raises(ValueError, match=other):
+        apply_deltas(tmp_path / "models/1", deltas, tmp_path / "applied", f"{tmp_path}/other")
+    with pytest.raises(ValueError, match=other):
+        export(last, tmp_path / "exported", fitted=f"{tmp_path}/other", rows=8)
+
+    copy = shutil.copytree(tmp_path / "data", tmp_path / "backup") / "1"
+    where = [tmp_path / name for name in ("run/checkpoints", "ids", "models", "data")]
+    forgetting(tmp_path, ["customer-3", "customer-9"], *where, feature="user_id")
+    printed = capsys.readouterr().out
+    # The table of day 0 has no row of customer-9.
+    assert f"{base}: values removed: 1 (tables.user_id.)" in printed
+    assert f"{last}: values removed: 2 (tables.user_id.)" in printed
+    assert f"{tmp_path}/ids: values removed: 1\n" in printed
+    with pytest.raises(ValueError, match="forget removed; remove them there too"):
+        export(last, tmp_path / "exported", fitted=str(copy), rows=8)
+    with pytest.raises(ValueError, match="forget removed; remove them there too"):
+        apply_deltas(tmp_path / "models/1", deltas, tmp_path / "applied", str(copy))
+    exported = export(last, tmp_path / "exported", fitted=str(second), rows=8)
+    row = ids_of(copy, "user_id", ["customer-3"])["customer-3"]
+    assert row in exported.source["forgotten"]["tables.user_id"]
+    applied, _ = apply_deltas(tmp_path / "models/1", deltas, tmp_path / "applied", str(second))
+    assert applied.source["forgotten"] == {"tables.user_id": [row]}
+
+
+@pytest.mark.parametrize("name", ["customer-3", "u3"])
+def test_values_are_found_within_those_of_crosses(tmp_path, capsys, name):
+    cross = "user_id, city, {name: pair, cross: [city, user_id]}"
+    table = TABLE.replace("{file}", str(tmp_path / "0.csv")).replace("user_id, city", cross)
+    write_day(tmp_path / "0.csv", 0)
+    text = (tmp_path / "0.csv").read_text().replace("customer-3", name)
+    (tmp_path / "0.csv").write_text(text)
+    preproc("dataset=any", f"output={tmp_path}/data", table)
+    train(tmp_path, tmp_path / "data", "train.max_steps=1")
+    last = tmp_path / "run/checkpoints/step_1"
+    export(last, tmp_path / "model", fitted=f"{tmp_path}/data", rows=8)
+    where = [last, tmp_path / "model", tmp_path / "data"]
+    assert forgetting(tmp_path, [name], *where, feature="user_id") == 1
+    printed = capsys.readouterr().out
+    assert (
+        "vocabulary/pair.bin: still has a value (a part of values of the cross 'pair')" in printed
+    )
+    is_long = len(name) >= 6
+    assert ("data/vocabulary/pair.parquet: still has a value" in printed) is is_long
+    gone = [f"{city}\x1f{name}" for city in ("bonn", "rome", "oslo")]
+    assert forgetting(tmp_path, gone, *where, feature="pair") == 0
+    assert forgetting(tmp_path, [name], *where, feature="user_id") == 0
+
+
 @pytest.mark.parametrize(
     "user", ["user_id", "{name: user_id, vocabulary: dynamic, capacity: 40}"], ids=["ids", "keys"]
 )

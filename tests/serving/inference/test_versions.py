@@ -14,7 +14,7 @@ import torch
 from configs.serving_schema import ApplyConfig, RollbackConfig
 from serving.apply import directories
 from serving.inference.versions import Versions
-from serving.manifest import MANIFEST, Manifest
+from serving.manifest import MANIFEST, Manifest, ModelError
 from serving.versions import (
     list_versions,
     note_of_others,
@@ -389,3 +389,33 @@ def test_without_raw_values_checksums_of_vocabularies_are_compared(put, tmp_path
 
     of("1", "a"), of("2", "b"), of("3", "a"), of("4", None)
     assert servable(tmp_path / "models") == ["4", "3", "1"]
+
+
+@pytest.mark.parametrize("kind", ["directory", "circle", "fifo"])
+def test_a_version_whose_manifest_is_no_file_hinders_no_other(put, tmp_path, kind):
+    put("2")
+    server = Server(tmp_path / "models")
+    put("3")
+    assert server.look() == "3"
+    made = {
+        "directory": lambda path: path.mkdir(),
+        "circle": lambda path: path.symlink_to(path.name),
+        "fifo": os.mkfifo,
+    }
+    for name in ("1", "4"):
+        (tmp_path / "models" / name).mkdir()
+        made[kind](tmp_path / "models" / name / MANIFEST)
+    assert server.look() == "3"
+    assert servable(tmp_path / "models") == ["3", "2"]
+    assert withdraw(tmp_path / "models", None) == (["4", "3"], "2")
+    assert server.look() == "2"
+    assert server.restart() == "2"
+
+
+@pytest.mark.parametrize("name", ["ids", "numerical", "rate"])
+def test_an_input_is_read_as_one_thing(put, name):
+    path = put("1")
+    text = (path / MANIFEST).read_text().replace('"list"', f'"{name}"')
+    (path / MANIFEST).write_text(text)
+    with pytest.raises(ModelError, match=f"two inputs of a request are named '{name}'"):
+        Manifest.read(path)

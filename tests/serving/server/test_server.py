@@ -154,6 +154,11 @@ WRONG = {
     "nested": (b"[" * 100_000, 400, "not JSON"),
     "a list": (b"[]", 400, "want an object"),
     "no inputs": (b"{}", 400, "want a list of inputs"),
+    "half an id": (
+        json.dumps({"inputs": inputs(NUMERICAL, IDS), "id": "\ud800"}).encode(),
+        400,
+        "want a text in UTF-8 as id",
+    ),
     "one input": ([tensor("ids", "INT64", IDS)], 400, "no input 'numerical'"),
     "another": ([*inputs(NUMERICAL, IDS), tensor("x", "INT64", IDS)], 400, "no input 'x'"),
     "twice": (inputs(NUMERICAL, IDS) * 2, 400, "is there twice"),

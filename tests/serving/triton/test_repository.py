@@ -192,6 +192,16 @@ def test_what_cannot_be_written_is_refused(model, tmp_path, monkeypatch, options
     assert not (tmp_path / "new").exists()
 
 
+def test_tensors_of_an_ensemble_have_different_names(model, tmp_path):
+    path = shutil.copytree(model, tmp_path / "model")
+    document = json.loads((path / MANIFEST).read_text())
+    document["outputs"][1]["name"] = "list"
+    (path / MANIFEST).write_text(json.dumps(document))
+    options = TritonConfig(model=str(path), output=str(tmp_path / "new"), layout=Layout.ensemble)
+    with pytest.raises(ValueError, match=r"two of its tensors have one name .*; use layout"):
+        write_repository(options)
+
+
 def test_every_command_that_is_shown_listens_on_loopback():
     """tritonserver listens on every interface by default, for HTTP, gRPC and metrics."""
     page = (ROOT / "docs/serving.md").read_text() + (ROOT / "README.md").read_text()
