@@ -286,7 +286,6 @@ def _values(state: FittedState, feature: str, gone: Sequence[int]) -> Iterator[l
     from dataloading.dataset.parquet_files import open_file
 
     first = 1
-
     columns = ["value", "retired"] if state.has_days(feature) else ["value"]
     with open_file(state.directory / vocabulary_name(feature)) as file:
         for batch in file.iter_batches(BATCH_ROWS, columns=columns):
