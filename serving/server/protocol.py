@@ -155,13 +155,13 @@ def _describe(text: bytes) -> Described:
         refuse(f"inputs have {', '.join(map(str, sorted(rows)))} rows; want the same number")
     if 0 in rows:
         refuse("the inputs have no rows")
-    parameters = _mapping(document.get("parameters") or {}, "parameters")
+    parameters = _parameters(document, "parameters")
     identity = document.get("id")
     # No log of requests could be read that has half of a surrogate pair.
     is_text = isinstance(identity, str) and identity == identity.encode(errors="ignore").decode()
     if identity is not None and not is_text:
         refuse("want a text in UTF-8 as id")
-    is_binary = bool(parameters.get("binary_data_output"))
+    is_binary = _flag(parameters, "binary_data_output", default=False)
     outputs = _outputs(document.get("outputs"), is_binary)
     request = InferRequest({}, rows.pop(), identity, outputs, is_binary)
     return Described(entries, len(text), request)
@@ -176,8 +176,8 @@ def _outputs(entries: Any, is_binary: bool) -> dict[str, bool]:
         refuse("want a list of outputs")
     for entry in entries or []:
         entry = _mapping(entry, "an output")
-        parameters = _mapping(entry.get("parameters") or {}, "the parameters of an output")
-        outputs[_name(entry)] = bool(parameters.get("binary_data", is_binary))
+        parameters = _parameters(entry, "the parameters of an output")
+        outputs[_name(entry)] = _flag(parameters, "binary_data", default=is_binary)
     return outputs
 
 
@@ -193,7 +193,7 @@ def _entry(entry: Mapping[str, Any]) -> _Entry:
         or not all(type(size) is int and 0 <= size < 2**31 for size in shape)
     ):
         refuse(f"{where} has shape {shown(shape)}; want [rows] or [rows, columns]")
-    parameters = _mapping(entry.get("parameters") or {}, f"the parameters of {where}")
+    parameters = _parameters(entry, f"the parameters of {where}")
     size = parameters.get("binary_data_size")
     if size is not None and (type(size) is not int or size < 0):
         refuse(f"{where} has binary_data_size {shown(size)}; want a number of bytes")
@@ -290,6 +290,18 @@ def _texts(where: str, data: memoryview, count: int) -> list[str | None]:
 def _mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         refuse(f"{where} is {shown(value)}; want an object")
+    return value
+
+
+def _parameters(entry: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    value = entry.get("parameters")
+    return {} if value is None else _mapping(value, where)
+
+
+def _flag(parameters: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        refuse(f"{name} is {shown(value)}; want true or false")
     return value
 
 

@@ -159,6 +159,18 @@ WRONG = {
         400,
         "want a text in UTF-8 as id",
     ),
+    "a text as a flag": (
+        json.dumps(
+            {"inputs": inputs(NUMERICAL, IDS), "parameters": {"binary_data_output": "false"}}
+        ).encode(),
+        400,
+        "binary_data_output is 'false'; want true or false",
+    ),
+    "a list of parameters": (
+        json.dumps({"inputs": inputs(NUMERICAL, IDS), "parameters": []}).encode(),
+        400,
+        "want an object",
+    ),
     "one input": ([tensor("ids", "INT64", IDS)], 400, "no input 'numerical'"),
     "another": ([*inputs(NUMERICAL, IDS), tensor("x", "INT64", IDS)], 400, "no input 'x'"),
     "twice": (inputs(NUMERICAL, IDS) * 2, 400, "is there twice"),
