@@ -30,7 +30,7 @@ from configs.messages import shortened, shown
 from configs.table_schema import MOST_HOTNESS, is_number, one_of, record_of, records, whole
 from dataloading.dataset.documents import open_regular, parse_json, read_regular, resolved
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
-from nn.checkpoint.run_facts import FORGOTTEN, is_count
+from dataloading.lineage import FORGOTTEN
 from serving.raw_description import ModelParts, check_raw
 from serving.raw_records import RawDescription
 
@@ -402,7 +402,9 @@ def _check(directory: Path, manifest: Manifest) -> None:
         raise ValueError("want at least one feature and one output")
     if not isinstance(manifest.source.get(VOCABULARIES) or {}, dict):
         raise ValueError(f"{VOCABULARIES} of the source must be an object")
-    if not all(is_count(n) for of in manifest.source.get(FORGOTTEN, {}).values() for n in of):
+    if not all(
+        type(n) is int and n >= 0 for of in manifest.source.get(FORGOTTEN, {}).values() for n in of
+    ):
         raise ValueError(f"{FORGOTTEN} of the source must be numbers of rows, by table")
     if not _are_finite(manifest.proof):
         raise ValueError("the proof has a number that is not finite")

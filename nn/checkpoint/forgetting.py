@@ -15,8 +15,8 @@ import numpy as np
 
 from dataloading.dataset.durable_files import edited_copy, write_synced
 from dataloading.keys.rekeyed import KEYS
+from dataloading.lineage import FORGOTTEN
 from nn.checkpoint.directory import write_facts
-from nn.checkpoint.run_facts import FORGOTTEN
 from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import (
     CHECKSUM_BYTES,

@@ -7,14 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from configs.messages import shown
+from dataloading.lineage import FORGOTTEN
 from nn.checkpoint.tensor_index import check_plain_name
 
 MAX_COUNT = 2**62
 DAY_FACTS, ENDS_DAY = "stage", "ends_stage"
 """Names in run.json, of checkpoints since 0.2.0, of the day that a run trains and of whether its steps are all behind it."""
-
-FORGOTTEN = "forgotten"
-"""Entry of run.json of a checkpoint in which rows were overwritten since (`nn.checkpoint.forgetting`)."""
 
 Check = Callable[[Any], bool]
 

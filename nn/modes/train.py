@@ -11,13 +11,14 @@ import torch
 
 from configs.messages import on_one_line
 from configs.schema import Config
+from dataloading.lineage import FORGOTTEN
 from dataloading.loader import Loader
 from dataloading.stream_source import StreamSource
 from nn.build import TRAIN_SPLIT, model_spec
 from nn.checkpoint.directory import CHECKPOINTS, DELTAS
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
-from nn.checkpoint.run_facts import DAY_FACTS, FORGOTTEN
+from nn.checkpoint.run_facts import DAY_FACTS
 from nn.checkpoint.state import facts_of, trainer_rows
 from nn.checkpoint.tensor_index import read_index
 from nn.deltas.delta import chain_of

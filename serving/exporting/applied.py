@@ -19,8 +19,8 @@ import torch
 from configs.messages import shown
 from dataloading.dataset.durable_files import new_output, write_synced
 from dataloading.dataset.feature_spec import FeatureSpec
+from dataloading.lineage import FORGOTTEN
 from nn.checkpoint.compatibility import AVERAGE
-from nn.checkpoint.run_facts import FORGOTTEN
 from nn.deltas.chain import open_chain
 from nn.deltas.delta import CHAIN, Delta, chain_of
 from nn.deltas.scaled_rows import quantize

@@ -18,10 +18,10 @@ from dataloading.dataset.documents import read_json
 from dataloading.dataset.durable_files import edited_copy, write_synced
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.keys.rekeyed import KEYS
+from dataloading.lineage import FORGOTTEN
 from nn.checkpoint.compatibility import vocabulary_mismatch
 from nn.checkpoint.directory import DELTA, DELTAS, RUN_FILE
 from nn.checkpoint.forgetting import forget_rows, keyed_rows
-from nn.checkpoint.run_facts import FORGOTTEN
 from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import INDEX_FILE
 from nn.embedding.declared_tables import tables_of_feature

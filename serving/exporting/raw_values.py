@@ -20,10 +20,10 @@ from configs.table_schema import (
 )
 from configs.transforms import is_served
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.lineage import FITTED, Lineage
+from dataloading.lineage import FITTED, FORGOTTEN, Lineage
 from dataloading.row_sql import COLUMN, columns_of, of_utc, unserved
 from nn.checkpoint.compatibility import vocabulary_mismatch
-from nn.checkpoint.run_facts import DAY_FACTS, FORGOTTEN
+from nn.checkpoint.run_facts import DAY_FACTS
 from nn.embedding.declared_tables import table_name
 from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, load_fitted, vocabulary_name
 from serving.inference.requests import IDS, NUMERICAL

@@ -12,8 +12,8 @@ from configs.schema import Config
 from configs.serving_schema import Device, ModelExportConfig
 from dataloading.dataset.durable_files import new_output, write_synced
 from dataloading.dataset.source import Source
+from dataloading.lineage import FORGOTTEN
 from nn.build import open_source, stored_key_maps
-from nn.checkpoint.run_facts import FORGOTTEN
 from nn.checkpoint.saved import SavedModel
 from nn.deltas.delta import CHAIN
 from nn.embedding.declared_tables import Tables, embedding_columns, hands_out_rows
