@@ -8,7 +8,7 @@ zero bytes has the value 0, or the seed's weights in the file of a table that la
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +54,8 @@ def forget_rows(saved: SavedModel, rows: Mapping[str, np.ndarray]) -> None:
         if name.startswith(prefix) and _has_rows(name.removeprefix(prefix), prefix, tensor, saved)
     }
     files = {chunk.file.name for tensor, _ in tensors.values() for chunk in tensor.chunks}
-    noted = {name: set(numbers) for name, numbers in saved.facts.get(FORGOTTEN, {}).items()}
-    for prefix, numbers in rows.items():
-        if not prefix.endswith(CANDIDATE):
-            noted.setdefault(prefix[:-1], set()).update(numbers.tolist())
+    own = {prefix[:-1]: some for prefix, some in rows.items() if not prefix.endswith(CANDIDATE)}
+    forgotten = noted_rows(saved.facts.get(FORGOTTEN, {}), own)
     document = json.loads((saved.path / INDEX_FILE).read_text())
     with edited_copy(saved.path, files) as copy:
         for name, (tensor, numbers) in tensors.items():
@@ -67,8 +65,15 @@ def forget_rows(saved: SavedModel, rows: Mapping[str, np.ndarray]) -> None:
         for name in (INDEX_FILE, "run.json"):  # links to those of the original
             (copy / name).unlink()
         write_synced(copy / INDEX_FILE, json.dumps(document) + "\n")
-        forgotten = {name: sorted(numbers) for name, numbers in noted.items()}
         write_facts(copy, saved.facts | {FORGOTTEN: forgotten}, sorted(saved.facts["files"]))
+
+
+def noted_rows(
+    noted: Mapping[str, Sequence[int]], rows: Mapping[str, np.ndarray]
+) -> dict[str, Sequence[int]]:
+    """Return a note (`FORGOTTEN`) with further rows, ascending."""
+    more = {name: sorted({*noted.get(name, ()), *some.tolist()}) for name, some in rows.items()}
+    return {**noted, **more}
 
 
 def _has_rows(kind: str, prefix: str, tensor: StoredTensor, saved: SavedModel) -> bool:

@@ -21,7 +21,7 @@ from dataloading.keys.rekeyed import KEYS
 from dataloading.lineage import FORGOTTEN
 from nn.checkpoint.compatibility import vocabulary_mismatch
 from nn.checkpoint.directory import DELTA, DELTAS, RUN_FILE
-from nn.checkpoint.forgetting import forget_rows, keyed_rows
+from nn.checkpoint.forgetting import forget_rows, keyed_rows, noted_rows
 from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import INDEX_FILE
 from nn.embedding.declared_tables import tables_of_feature
@@ -205,10 +205,8 @@ def _in_model(directory: Path, values: Values, datasets: Sequence[_Dataset]) -> 
         if vocabulary is not None:
             (copy / name).unlink()
             write_vocabulary(copy / name, vocabulary.texts_without(set(rows.tolist())))
-        noted = manifest.source.get(FORGOTTEN, {})
-        for name in (f"tables.{table.name}" for table in tables):
-            noted |= {name: sorted({*noted.get(name, []), *rows.tolist()})}
-        source = manifest.source | {FORGOTTEN: noted}
+        own = {f"tables.{table.name}": rows for table in tables}
+        source = manifest.source | {FORGOTTEN: noted_rows(manifest.source.get(FORGOTTEN, {}), own)}
         (copy / MANIFEST).unlink()
         document = replace(manifest, files=describe_files(copy), source=source).to_json()
         write_synced(copy / MANIFEST, document)
