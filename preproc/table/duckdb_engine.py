@@ -12,7 +12,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -231,10 +231,13 @@ class DuckDBEngine:
         temporary = path.with_name(f"{path.name}.new")
         paths = [file.path for file in rows.files]
         found = dictionary_columns(paths, rows.plain) if rows.plain else {}
-        is_staged = False
-        with suppress(*[pa.ArrowException] * bool(found)):
+        is_staged = True
+        try:
             self._stage(rows, found, _emptied(temporary))
-            is_staged = True
+        except pa.ArrowException:
+            if not found:
+                raise
+            is_staged = False
         # Not while the error is handled, whose traceback has the open stream.
         if not is_staged:
             # DuckDB reads what Arrow does not, or names what is wrong with it.
