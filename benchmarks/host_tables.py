@@ -158,6 +158,8 @@ def trained(config: Config, ranks: Ranks) -> tuple[list[float], dict[str, torch.
         for name, value in step.state_dict().items()
         for index, tensor in enumerate(local_tensors(value))
     }
+    for name, initial in step.tables.initial_rows().items():  # of which the state has changes
+        initial.toggle(weights := state[f"tables.{name}/0"], torch.arange(len(weights)))
     counts = step.tables.host_traffic(CHECKED_STEPS)
     step.close()
     return losses, state, counts

@@ -84,19 +84,18 @@ def measure(
     for first in range(0, len(lists), 512):
         part = [items[: len(items) - behind + 1] for items in lists[first : first + 512]]
         ids, at = batch([items[:-1] for items in part], device)
-        states = model(ids, at)[at.starts + at.lengths - 1]
-        scores = states @ model.items.weight.T
+        scores = model(ids, at)[at.starts + at.lengths - 1] @ model.items.weight.T
         target = scores.gather(1, torch.tensor([[items[-1]] for items in part], device=device))
         ranks["all"].append((scores > target).sum(1))
-        for row, items in enumerate(part):
-            scores[row, torch.from_numpy(items[:-1]).to(device)] = -torch.inf
+        rows = np.arange(len(part)).repeat([len(items) - 1 for items in part])
+        had = np.stack([rows, np.concatenate([items[:-1] for items in part])])
+        scores[tuple(torch.from_numpy(had).to(device))] = -torch.inf
         ranks["unseen"].append((scores > target).sum(1))
     found = {}
     for name, parts in ranks.items():
         rank = torch.cat(parts).double()
         found[f"HR@10 {name}"] = (rank < 10).double().mean().item()
-        gain = torch.where(rank < 10, 1 / torch.log2(rank + 2), 0)
-        found[f"NDCG@10 {name}"] = gain.mean().item()
+        found[f"NDCG@10 {name}"] = (1 / torch.log2(rank + 2)).where(rank < 10, 0).mean().item()
     return found
 
 

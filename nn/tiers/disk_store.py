@@ -32,7 +32,7 @@ class DiskStore(RowStore):
         super().__init__(num_buffer_rows, num_slots, kinds, device)
         num_rows = len(next(iter(file.rows.values())))
         self._file = file
-        self._is_initial = True
+        self._is_initial, self._is_loaded = True, False
         self.host = file.rows
         self.host_rows = HostRows(file, num_rows, kept, self._memory)
         # What the device knows of the buffer rows; those of other rows may be out of date.
@@ -91,6 +91,9 @@ class DiskStore(RowStore):
         The first call finds a file that nothing but `fill` has written to.
         """
         is_initial, self._is_initial = self._is_initial, False
+        if self._is_loaded:
+            self._file.note_other_writes()
+        self._is_loaded = True
         self.host_rows.forget()
         numbers = rows.cpu().numpy()
         are_absent = self.host_rows.buffer_row[numbers] == ABSENT

@@ -175,6 +175,7 @@ class TableFile:
         self.rows = {part: files.rows for part, files in zip(kinds, self._parts, strict=True)}
         self._change_of_row = np.full(num_rows, -1, np.int32)
         self._num_changes = 0
+        self._knows_holes = True
         self._pool = ThreadPoolExecutor(READERS, thread_name_prefix="table-file")
 
     def initial(self, rows: np.ndarray, device: torch.device) -> list[Tensor]:
@@ -187,20 +188,29 @@ class TableFile:
         return parts
 
     def read(self, rows: np.ndarray, targets: Sequence[np.ndarray], positions: np.ndarray) -> None:
-        """Read the newest values of ascending rows, int64 [n], to `positions` of `targets`, one per part."""
+        """Read the newest values of ascending rows, int64 [n], to `positions` of `targets`, one per part.
+
+        Rows that nothing was written to are computed, without a page of the file, until `rows` are written to directly.
+        """
         changes = self._change_of_row[rows]
         in_table = changes < 0
         jobs = []
-        for chosen, is_journal in ((in_table, False), (~in_table, True)):
-            numbers = (changes if is_journal else rows)[chosen]
-            for part, target in zip(self._parts, targets, strict=True):
-                source = part.journal if is_journal else part.table
-                source.read_ahead(numbers)
+        for part, target in zip(self._parts, targets, strict=True):
+            in_file = in_table & part.table.has_room(rows) if self._knows_holes else in_table
+            for chosen, every, mapping in (
+                (in_file, rows, part.table),
+                (~in_table, changes, part.journal),
+                (in_table & ~in_file, rows, None),
+            ):
+                numbers, places = every[chosen], positions[chosen]
+                if mapping is not None:
+                    mapping.read_ahead(numbers)
+                source = None if mapping is None else mapping.items
+                toggle = None if mapping is part.journal else part.toggle
                 for first in range(0, len(numbers), READ_ROWS):
                     some = slice(first, first + READ_ROWS)
-                    copied = source.items, numbers[some], target, positions[chosen][some]
-                    toggle = None if is_journal else part.toggle
-                    jobs.append(self._pool.submit(_copy, *copied, toggle, numbers[some]))
+                    copied = source, numbers[some], target, places[some], toggle, numbers[some]
+                    jobs.append(self._pool.submit(_copy, *copied))
         for job in jobs:
             job.result()
 
@@ -234,6 +244,10 @@ class TableFile:
     def fill(self, rows: np.ndarray, values: Tensor) -> None:
         """Give ascending rows weights [n, columns], which are other ones than the initial, before the first change."""
         self._parts[0].write(row_items(values), np.arange(len(rows)), rows)
+
+    def note_other_writes(self) -> None:
+        """Read all rows from the files from now on, since their memory was written to directly."""
+        self._knows_holes = False
 
     def num_bytes(self) -> tuple[int, int]:
         """Return the bytes that the files and the journal take on the disk, and those of files that have all rows."""
@@ -329,6 +343,10 @@ class _Mapping:
         except OSError as error:
             raise self._no_room(len(pages) * mmap.PAGESIZE, error) from None
 
+    def has_room(self, rows: np.ndarray) -> np.ndarray:
+        """Return which rows may have been written to; the others are holes, unless the memory was written to directly."""
+        return self._has_room[rows * self.row_bytes // mmap.PAGESIZE]
+
     def stored_bytes(self) -> int:
         """Return the bytes of the file that take room on the disk."""
         return 512 * os.fstat(self._descriptor).st_blocks
@@ -377,14 +395,16 @@ def _distinct(numbers: np.ndarray) -> np.ndarray:
 
 
 def _copy(
-    source: np.ndarray,
+    source: np.ndarray | None,
     source_positions: np.ndarray,
     target: np.ndarray,
     target_positions: np.ndarray,
     toggle: Toggle | None = None,
     rows: np.ndarray | None = None,
 ) -> None:
-    items = source.take(source_positions)
+    """Copy items; those of no source are zero."""
+    count = len(source_positions)
+    items = np.zeros(count, target.dtype) if source is None else source.take(source_positions)
     if toggle is not None and rows is not None:
         toggle(items, rows)
     target[target_positions] = items

@@ -241,3 +241,31 @@ def test_rows_that_a_device_keeps_begin_without_a_read(device, fills, tmp_path, 
         arena = [part[500:1500].cpu() for part in store.arena.values()]
         assert all(map(torch.equal, arena, wanted))
         assert sum(counts) == (1000 if reads else 0)
+
+
+class Untouched:
+    """Items of a mapped file that nobody may take."""
+
+    def take(self, rows: np.ndarray) -> np.ndarray:
+        raise AssertionError(f"{len(rows)} rows were read from a hole")
+
+
+def test_rows_that_nothing_was_written_to_are_read_without_the_file(tmp_path, monkeypatch):
+    file = TableFile(TierDirectory(tmp_path), "t", SHARDS, KINDS)
+    wanted, everything = initial_rows(), np.arange(len(initial_rows()[0]))
+    with monkeypatch.context() as patch:
+        for part in file._parts:
+            patch.setattr(part.table, "items", Untouched())
+        assert all(map(torch.equal, read(file, everything), wanted))
+    # Pages of their own, of which other rows have a part.
+    changed = np.array([0, 1700, len(everything) - 1])
+    values = [torch.full_like(part[changed], 3) for part in wanted]
+    file.store(changed, [*map(row_items, values)], np.arange(len(changed)))
+    for part in wanted:
+        part[changed] = 3
+    assert all(map(torch.equal, read(file, everything), wanted))
+    # A checkpoint is copied into the memory of the file.
+    for bits in (file.rows["weight"], wanted[0]):
+        bits.view(torch.int16)[900] ^= 1
+    file.note_other_writes()
+    assert all(map(torch.equal, read(file, everything), wanted))
