@@ -1,5 +1,6 @@
 """Batch normalization (Ioffe and Szegedy, arXiv:1502.03167) over the global batch, or over the rows of each domain."""
 
+from math import gcd
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +11,9 @@ from torch.autograd.function import once_differentiable
 from nn.layers.pass_state import PassLayer, PassState
 from nn.ops import batch_norm as plain
 from nn.ops.fused_linear import FUSED_DTYPES
+
+MOST_PARTS = 64
+"""Of a batch whose rows are summed by domain."""
 
 
 class BatchNorm(PassLayer):
@@ -142,6 +146,30 @@ class _SumOverRanks(torch.autograd.Function):
         return ctx.state.all_reduce_sum(grad.clone()), None
 
 
+def _sums(chosen: Tensor, x: Tensor) -> Tensor:
+    """Sum the rows of x [B, C] of every domain, [P, C].
+
+    One product of as few rows as there are domains keeps few multiprocessors busy: the parts of a batch are products of their own.
+    """
+    parts = gcd(len(x), MOST_PARTS)
+    return (chosen.unflatten(0, (parts, -1)).mT @ x.unflatten(0, (parts, -1))).sum(0)
+
+
+class _OfDomain(torch.autograd.Function):
+    """Vectors [P, C] of the domain of each row, [B, C]."""
+
+    @staticmethod
+    def forward(ctx: Any, chosen: Tensor, vectors: Tensor) -> Tensor:
+        ctx.save_for_backward(chosen)
+        return chosen @ vectors
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (chosen,) = ctx.saved_tensors
+        return None, _sums(chosen, grad.to(chosen.dtype))
+
+
 class PartitionedNorm(PassLayer):
     """Partitioned Normalization of STAR (arXiv:2101.11427), for the rows of domain p.
 
@@ -175,14 +203,14 @@ class PartitionedNorm(PassLayer):
         if self.training:
             state = self.pass_state
             is_valid = torch.arange(len(x), device=x.device) < state.num_valid
-            counted, exact = (chosen * is_valid.unsqueeze(1)).double().T, x.double()
-            own = [counted.sum(1, keepdim=True), counted @ exact, counted @ exact.square()]
+            counted, exact = (chosen * is_valid.unsqueeze(1)).double(), x.double()
+            own = [counted.sum(0)[:, None], _sums(counted, exact), _sums(counted, exact.square())]
             sums = _SumOverRanks.apply(torch.cat(own, dim=1), state)
             self._latest.copy_(sums.detach() + (self._latest if state.chunk else 0))
             mean, variance = (of_x.to(self.scale.dtype) for of_x in self._moments(sums)[1:])
         scale = (self.scale * self.domain_scale) * torch.rsqrt(variance + self.eps)
         shift = self.bias + self.domain_bias - mean * scale
-        return (x * (chosen @ scale) + chosen @ shift).to(x.dtype)
+        return (x * _OfDomain.apply(chosen, scale) + _OfDomain.apply(chosen, shift)).to(x.dtype)
 
     @torch.no_grad()
     def update(self) -> None:
