@@ -259,6 +259,12 @@ def test_a_measurement_leaves_nothing_running(tmp_path):
     assert wait_until(lambda: has_ended(pid), 60)
 
 
+def test_tables_on_disk_have_the_bits_of_tables_in_memory(tmp_path):
+    ended = run_module("benchmarks.host_tables", "--check", "sgd", "--disk", str(tmp_path))
+    assert ended.exit_code == 0, ended.err
+    assert re.findall(r"equal (\w+)", ended.out) == ["True", "True"]
+
+
 def test_a_checkpoint_is_timed_from_copy_to_restore(tmp_path):
     config = compose_config(*TINY, f"run_dir={tmp_path}")
     source = open_source(config)
