@@ -585,8 +585,8 @@ class TrainConfig(Section):
     tf32: bool = option(True, "let fp32 matrix products use TF32 on GPUs that have it")
     fp8: Fp8 = option(
         Fp8.off,
-        "products of DCNv2's cross layers and first top layer in 8 bits, in training with amp=bf16: off, partial (gradients "
-        "of weights stay in 16 bits), or full",
+        "products of DCNv2's cross layers and first top layer, or RankMixer's networks, in 8 bits, in training with amp=bf16: "
+        "off, partial (gradients of weights stay in 16 bits), or full",
     )
     compile: bool = option(False, "torch.compile the dense component")
     capture: bool = option(True, "capture the step as a CUDA graph, on GPUs")

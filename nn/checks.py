@@ -117,14 +117,14 @@ def check_fp8(config: Config, spec: FeatureSpec) -> None:
     if not layers:
         raise ValueError(
             f"train.fp8={fp8} is for models with wide layers, and model.name={config.model.name} names none; set "
-            "train.fp8=off, or model.name=dcnv2"
+            "train.fp8=off, or model.name=dcnv2, or rankmixer with model.experts=1"
         )
     names = {id(layer): name for name, layer in model.named_modules()}
     misfits = [
-        f"{names[id(linear)]} of {linear.in_features:,} inputs and {linear.out_features:,} outputs"
+        f"{names[id(layer)]}.{name} of {inputs:,} inputs and {outputs:,} outputs"
         for layer in layers
-        for linear in layer.fp8_products()
-        if linear.in_features % MULTIPLE or linear.out_features % MULTIPLE
+        for name, inputs, outputs in layer.fp8_products()
+        if inputs % MULTIPLE or outputs % MULTIPLE
     ]
     if misfits:
         raise ValueError(

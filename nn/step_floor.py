@@ -35,8 +35,8 @@ SUSTAINED_FP8_SPEEDUP = 1035 / 590
 TF32_FLOPS_PER_S = BF16_FLOPS_PER_S / 2
 FP32_FLOPS_PER_S = 67e12
 FP8_SPEEDUP = 2
-FP8 = "cross and first top layer in fp8"
-"""Term of the products of `train.fp8`."""
+FP8, LINEAR = "products in fp8", "MLPs and cross"
+"""Terms of the products of `train.fp8`, and of linear layers."""
 HBM_BYTES_PER_S = {"H200": 4.3e12, "H100": 3.0e12}
 """A copy, bytes read plus bytes written. The processor and the links of the two are the same."""
 ALL_TO_ALL_BYTES_PER_S = 394e9
@@ -183,19 +183,19 @@ def count_flops(config: Config, spec: FeatureSpec, batch: float) -> dict[str, fl
     """
     model = build_meta(config.model, spec)
     layers = model.linear_layers()
-    counted = {"MLPs and cross": batch * sum(6 * before * after for before, after in layers)}
+    counted = {LINEAR: batch * sum(6 * before * after for before, after in layers)}
     if spec.numerical and layers:
         before, after = layers[0]
-        counted["MLPs and cross"] -= batch * 2 * before * after
-    if config.train.fp8 is not Fp8.off:
-        linears = [linear for layer in model.fp8_layers() for linear in layer.fp8_products()]
+        counted[LINEAR] -= batch * 2 * before * after
+    products = model.activations().products
+    counted |= {name: batch * 3 * flops for name, flops in products.items()}
+    for layer in () if config.train.fp8 is Fp8.off else model.fp8_layers():
         # Forward, gradients of inputs, and of weights.
         passes = 3 if config.train.fp8 is Fp8.full else 2
-        sizes = sum(linear.in_features * linear.out_features for linear in linears)
-        counted[FP8] = batch * 2 * passes * sizes
-        counted["MLPs and cross"] -= counted[FP8]
-    products = model.activations().products
-    return counted | {name: batch * 3 * flops for name, flops in products.items()}
+        sizes = sum(inputs * outputs for _, inputs, outputs in layer.fp8_products())
+        counted[FP8] = counted.get(FP8, 0) + batch * 2 * passes * sizes
+        counted[getattr(layer, "fp8_term", LINEAR)] -= batch * 2 * passes * sizes
+    return counted
 
 
 def count_hbm(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nn.layers.batch_norm import BatchNorm
 from nn.layers.dropout import Dropout
-from nn.layers.fp8 import Fp8CrossNet, Reader
+from nn.layers.fp8 import Fp8CrossNet
 from nn.layers.initialization import normal_, truncated_glorot_, truncated_normal_, uniform_
 from nn.layers.mlp import MLP
 from nn.layers.sequence import LayerNorm
@@ -69,9 +69,12 @@ class CrossNet(nn.Module):
             weight_gradients=weight_gradients,
         )
 
-    def fp8_products(self) -> list[nn.Linear]:
-        pairs = ((layer.down, layer.up) for layer in self.layers)
-        return [linear for pair in pairs for linear in pair if linear is not None]
+    def fp8_products(self) -> list[tuple[str, int, int]]:
+        return [
+            (name, layer.in_features, layer.out_features)
+            for name, layer in self.named_modules()
+            if isinstance(layer, nn.Linear)
+        ]
 
     def forward(self, x0: Tensor, reader: MLP | None = None) -> Tensor:
         """Map [B, C] to [B, C], or with an MLP that alone reads this to the MLP's output.
@@ -107,7 +110,7 @@ class CrossNet(nn.Module):
         if mlp is not None:
             assert mlp.fp8 is not None, "the MLP behind the cross layers must be in 8 bits too"
             first = mlp.layers[0]
-            reader = Reader(mlp.fp8, first.weight, first.bias, mlp.first_relu)
+            reader = mlp.fp8.begin_pass(mlp.first_relu, first.weight, first.bias)
         return fp8(x0, *self._parameters_by_kind(), reader)
 
     def _parameters_by_kind(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Matrix products of linear and cross layers in FP8, and the scales of their matrices (`train.fp8`).
+"""Matrix products of linear, cross and per-token layers in FP8, and the scales of their matrices (`train.fp8`).
 
 As in `nn.ops.triton.cross_net`, all cross layers are one autograd function, and gradients between layers stay separate
 terms. The elementwise operations write the 8 bits that the next product reads.
@@ -29,7 +29,8 @@ from nn.ops.fp8 import (
 from nn.ops.fused_linear import weight_gradient
 from nn.ops.gradient_buffer import take_buffer
 
-# B: samples, C: columns of x0, R: rank of the weight (C for a full weight), L: layers, u: [B, C], factor of x0, n: matrices
+# B: samples, C: columns of x0, R: rank of the weight (C for a full weight), L: layers, u: [B, C], factor of x0, n: matrices,
+# T: tokens, D: columns of a token, K: columns of its hidden layer
 
 HISTORY = 16
 """Passes whose largest values a scale takes into account."""
@@ -46,7 +47,8 @@ class Fp8Scales(PassLayer):
     (delayed scaling). The scales are the same on all ranks. They are a part of checkpoints, as state of the training:
     evaluation, which multiplies in 16 bits, needs none.
 
-    `weight_gradients`: compute gradients of weights in 8 bits too, instead of 16.
+    `products`: their number, each with an input and a gradient. `weight_gradients`: compute gradients of weights in 8 bits
+    too, instead of 16.
     """
 
     # largest absolute values of the latest passes, the latest one first; 0 before the first, float32 [HISTORY, n]
@@ -56,9 +58,9 @@ class Fp8Scales(PassLayer):
     _is_gradient: Tensor
     reduces_over_ranks = True
 
-    def __init__(self, dtypes: Sequence[torch.dtype], *, weight_gradients: bool) -> None:
+    def __init__(self, products: int = 1, *, weight_gradients: bool) -> None:
         super().__init__()
-        self.weight_gradients = weight_gradients
+        self.weight_gradients, dtypes = weight_gradients, [INPUT, GRADIENT] * products
         limits = [LARGEST[dtype] / ROOM[dtype] for dtype in dtypes]
         for name, values in (
             ("largest", torch.zeros(HISTORY, len(dtypes))),
@@ -90,76 +92,71 @@ class Fp8Scales(PassLayer):
 
 
 class Fp8Linear(Fp8Scales):
-    """Product of a linear layer in FP8; the layer has the parameters.
-
-    `weight_gradients`: compute the gradient of the weight in 8 bits too, instead of 16.
-    """
-
-    def __init__(self, *, weight_gradients: bool) -> None:
-        super().__init__([INPUT, GRADIENT], weight_gradients=weight_gradients)
+    """Product of a linear layer in FP8; the layer has the parameters."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor, *, relu: bool = False) -> Tensor:
         """Map x [B, inputs] to x weight^T + bias, and through ReLU if there is one; bfloat16 [B, outputs]."""
-        return unpadded(_Fp8Linear.apply(padded(x), self, relu, weight, bias), len(x))
+        of = self.begin_pass(relu, weight, bias)
+        return unpadded(_Fp8Pass.apply(padded(x), of, weight, bias), len(x))
+
+    def begin_pass(self, relu: bool, weight: Tensor, bias: Tensor) -> "LinearPass":
+        return LinearPass(self.begin(), self.weight_gradients, relu, weight, bias)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearPass:
     """A pass of a linear layer, with ReLU or without."""
 
-    grad_scale: Scale  # of the gradient of the layer's output
+    scales: list[Scale]  # of the input and of the gradient of the layer's output
+    transposed: bool  # the gradient of the weight is in 8 bits
     relu: bool  # whether ReLU follows
     weight: Tensor  # [outputs, inputs]
     bias: Tensor  # [outputs]
 
-    def forward(self, wide: Tensor | None, stored: Fp8Matrix) -> tuple[Tensor, list[Tensor | None]]:
+    def forward(self, x: Any, stored: Fp8Matrix | None = None) -> tuple[Tensor, list[Any]]:
         """Return the output [B, outputs], and what `backward` needs.
 
-        `wide`: input in 16 bits, which `stored` without its transposed copy needs. `stored`: the input in 8 bits.
+        `x`: input in 16 bits, which `stored`, the same in 8 bits, needs unless it has a transposed copy.
         """
+        if stored is None:
+            stored = ops_for(x).quantise(x, INPUT, self.scales[0], transposed=self.transposed)
         (weights,) = quantise_weights([self.weight])
         out = product(stored, weights, torch.bfloat16, bias=self.bias.to(torch.bfloat16))
         if self.relu:
             out = out.relu_()
-        kept = [*kept_for_weight(wide, stored), *kept_for_input(weights)]
+        kept = [*kept_for_weight(x, stored), *kept_for_input(weights)]
         return out, [out if self.relu else None, *kept]
 
     def backward(
-        self, grad: Tensor, kept: Sequence[Tensor | None]
-    ) -> tuple[Fp8Matrix, Tensor, Tensor]:
-        """Return the gradient of the product in 8 bits, and those of weight and bias."""
-        activation, x, inverse, *_ = kept
-        assert x is not None
-        assert inverse is not None
-        stored, wide, bias_sum = rounding_ops(grad).quantise_gradient(
-            grad.contiguous(), activation, self.grad_scale, transposed=x.dtype is INPUT
+        self, grad: Tensor, kept: Sequence[Any], *, needs_input: bool = True
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input unless nobody needs it, of weight and bias."""
+        activation, x, inverse, *weight = kept
+        stored, wide, bias_sum = ops_for(grad).quantise_gradient(
+            grad, activation, None, self.scales[1], transposed=x.dtype is INPUT
         )
-        grad_weight = gradient_of_weight(stored, wide, (x, inverse), self.weight)
-        return stored, grad_weight, bias_sum.to(self.bias.dtype)
+        of_weight = gradient_of_weight(stored, wide, (x, inverse), self.weight)
+        of_x = product(stored, Fp8Matrix(*weight), grad.dtype) if needs_input else None
+        return of_x, of_weight, bias_sum.to(self.bias.dtype)
 
 
-class _Fp8Linear(torch.autograd.Function):
+class _Fp8Pass(torch.autograd.Function):
+    """A pass of a linear layer or of per-token networks, whose parameters follow it."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, layer: Fp8Linear, relu: bool, weight: Tensor, bias: Tensor
-    ) -> Tensor:
-        x = x.contiguous()
-        input_scale, grad_scale = layer.begin()
-        ctx.linear = LinearPass(grad_scale, relu, weight, bias)
-        stored = quantise(x, INPUT, input_scale, transposed=layer.weight_gradients)
-        out, kept = ctx.linear.forward(x, stored)
+    def forward(ctx: Any, x: Tensor, of: "LinearPass | NetworkPass", *parameters: Tensor) -> Tensor:
+        out, kept = of.forward(x.contiguous())
+        ctx.of = of
         ctx.save_for_backward(*kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.saved_tensors
-        stored, *gradients = ctx.linear.backward(grad, kept)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = product(stored, Fp8Matrix(*kept[-2:]), grad.dtype)
-        return grad_x, None, None, *gradients
+        of_x, *gradients = ctx.of.backward(
+            grad.contiguous(), ctx.saved_tensors, needs_input=ctx.needs_input_grad[0]
+        )
+        return of_x, None, *gradients
 
 
 class Fp8CrossNet(Fp8Scales):
@@ -170,9 +167,7 @@ class Fp8CrossNet(Fp8Scales):
     """
 
     def __init__(self, num_layers: int, *, low_rank: bool, weight_gradients: bool) -> None:
-        # Of each product its input and its gradient.
-        dtypes = [INPUT, GRADIENT] * (2 if low_rank else 1)
-        super().__init__(dtypes * num_layers, weight_gradients=weight_gradients)
+        super().__init__((2 if low_rank else 1) * num_layers, weight_gradients=weight_gradients)
         self.num_layers = num_layers
 
     def forward(
@@ -181,7 +176,7 @@ class Fp8CrossNet(Fp8Scales):
         downs: Sequence[Tensor],
         ups: Sequence[Tensor],
         biases: Sequence[Tensor],
-        reader: "Reader | None" = None,
+        reader: LinearPass | None = None,
     ) -> Tensor:
         """Map x0 [B, C] through the cross layers to bfloat16 [B, C], or through the linear layer behind them too.
 
@@ -200,29 +195,17 @@ class Fp8CrossNet(Fp8Scales):
         return [scales[start : start + count] for start in range(0, len(scales), count)]
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """Linear layer behind the cross layers."""
-
-    layer: Fp8Linear
-    weight: Tensor  # [outputs, C]
-    bias: Tensor  # [outputs]
-    relu: bool  # whether ReLU follows
-
-
 class _Fp8Cross(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x0: Tensor, net: Fp8CrossNet, reader: Reader | None, *parameters: Tensor
+        ctx: Any, x0: Tensor, net: Fp8CrossNet, reader: LinearPass | None, *parameters: Tensor
     ) -> Tensor:
         num_layers, transposed = net.num_layers, net.weight_gradients
-        x0, ops = x0.contiguous(), cross_ops(x0)
+        x0, ops = x0.contiguous(), ops_for(x0)
         scales = net.scales_by_layer()
-        ctx.linear = None
+        ctx.linear = reader
         if reader is not None:
-            parameters, read = parameters[:-2], parameters[-2:]
-            last_scale, grad_scale = reader.layer.begin()
-            ctx.linear = LinearPass(grad_scale, reader.relu, *read)
+            parameters = parameters[:-2]
         weights = quantise_weights(parameters[:-num_layers])
         downs: Sequence[Fp8Matrix | None] = weights[:-num_layers] or [None] * num_layers
         layers = list(
@@ -230,31 +213,27 @@ class _Fp8Cross(torch.autograd.Function):
         )
         factors = x0.new_empty(num_layers, *x0.shape)
         kept: list[Tensor | None] = []
-        x, stored = x0, quantise(x0, INPUT, scales[0][-2], transposed=transposed)
+        x, stored = x0, ops.quantise(x0, INPUT, scales[0][-2], transposed=transposed)
         for index, (down, up, bias, of_layer) in enumerate(layers):
             hidden, small = x, stored
             if down is not None:
                 kept += kept_for_weight(x, stored) + kept_for_input(down)
                 hidden = product(stored, down, x0.dtype)
-                small = quantise(hidden, INPUT, of_layer[0], transposed=transposed)
+                small = ops.quantise(hidden, INPUT, of_layer[0], transposed=transposed)
             kept += kept_for_weight(hidden, small) + kept_for_input(up)
             product(small, up, x0.dtype, bias=bias.to(x0.dtype), out=factors[index])
             is_last = index + 1 == num_layers
             if is_last and reader is None:
                 x = torch.addcmul(x, x0, factors[index])
                 break
-            scale = last_scale if is_last else scales[index + 1][-2]
+            scale = reader.scales[0] if reader and is_last else scales[index + 1][-2]
+            keep = not (is_last and transposed)
             x, stored = ops.add_product(
-                x,
-                x0,
-                factors[index],
-                scale,
-                transposed=transposed,
-                keep=not (is_last and transposed),
+                x, x0, factors[index], scale, transposed=transposed, keep=keep
             )
         ctx.num_kept = len(kept)
-        if ctx.linear is not None:
-            x, kept_by_linear = ctx.linear.forward(x, stored)
+        if reader is not None:
+            x, kept_by_linear = reader.forward(x, stored)
             kept += kept_by_linear
         first_down = None if downs[0] is None else parameters[0].to(x0.dtype)
         ctx.save_for_backward(x0, factors, first_down, *kept)
@@ -265,14 +244,13 @@ class _Fp8Cross(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x0, factors, first_down, *kept = ctx.saved_tensors
-        ops, num_layers = cross_ops(x0), len(factors)
+        ops, num_layers = ops_for(x0), len(factors)
         kept, of_reader = kept[: ctx.num_kept], kept[ctx.num_kept :]
         size = len(kept) // num_layers
         products = x0.new_empty(max(1, num_layers - 1), *x0.shape)
         of_linear: list[Tensor] = []
         if ctx.linear is not None:
-            stored, *of_linear = ctx.linear.backward(grad, of_reader)
-            grad = product(stored, Fp8Matrix(*of_reader[-2:]), x0.dtype)
+            grad, *of_linear = ctx.linear.backward(grad.contiguous(), of_reader)
         grad = grad.contiguous()
         downs: list[Tensor] = []
         ups: list[Tensor] = []
@@ -290,7 +268,7 @@ class _Fp8Cross(torch.autograd.Function):
             if of_down:
                 wide = product(small, Fp8Matrix(weight, weight_inverse), x0.dtype)
                 x, inverse, weight, weight_inverse = of_down
-                small = quantise(wide, GRADIENT, scales[3], transposed=ctx.transposed)
+                small = ops.quantise(wide, GRADIENT, scales[3], transposed=ctx.transposed)
                 parameter = ctx.parameters[index]
                 downs.insert(0, gradient_of_weight(small, wide, (x, inverse), parameter))
                 if target is None:
@@ -303,15 +281,67 @@ class _Fp8Cross(torch.autograd.Function):
         return products[0], None, None, *downs, *ups, *biases, *of_linear
 
 
+class Fp8Network(Fp8Scales):
+    """Both products of per-token networks in FP8; `PerTokenExperts` has the parameters."""
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor, up: Tensor, down: Tensor, up_bias: Tensor) -> Tensor:
+        """Map bfloat16 [T, B, D] to GELU(x up + up_bias) down, the same shape and dtype; B is a multiple of `MULTIPLE`."""
+        return _Fp8Pass.apply(x, self.begin_pass(up, down, up_bias), up, down, up_bias)
+
+    def begin_pass(self, up: Tensor, down: Tensor, up_bias: Tensor) -> "NetworkPass":
+        return NetworkPass(self.begin(), self.weight_gradients, up, down, up_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPass:
+    """A pass of per-token networks, whose weights [T, inputs, outputs] are the transposed ones of linear layers."""
+
+    scales: list[Scale]  # of the first product's input and gradient, and of the second one's
+    transposed: bool  # the gradients of weights are in 8 bits
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor  # [T, 1, K]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the output [T, B, D], and what `backward` needs."""
+        ops = ops_for(x)
+        up, down = quantise_weights([self.up, self.down])
+        stored = ops.quantise(x, INPUT, self.scales[0], transposed=self.transposed)
+        hidden = product(stored, up.transposed, x.dtype)
+        activated, wide = ops.activate(
+            hidden, self.up_bias, self.scales[2], transposed=self.transposed
+        )
+        kept = [hidden, *kept_for_weight(x, stored), *kept_for_weight(wide, activated)]
+        kept += [up.rows, up.inverse, down.rows, down.inverse]
+        return product(activated, down.transposed, x.dtype), kept
+
+    def backward(
+        self, grad: Tensor, kept: Sequence[Tensor], *, needs_input: bool = True
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of the input, `up`, `down` and `up_bias`."""
+        hidden, x, x_inverse, activated, activated_inverse, up, up_inverse, *down = kept
+        ops = ops_for(grad)
+        small = ops.quantise(grad, GRADIENT, self.scales[3], transposed=self.transposed)
+        of_down = gradient_of_weight(small, grad, (activated, activated_inverse), self.down)
+        of_hidden = product(small, Fp8Matrix(*down), grad.dtype)
+        small, wide, bias_sum = ops.quantise_gradient(
+            of_hidden, hidden, self.up_bias, self.scales[1], transposed=self.transposed
+        )
+        of_up = gradient_of_weight(small, wide, (x, x_inverse), self.up)
+        of_x = product(small, Fp8Matrix(up, up_inverse), grad.dtype)
+        return of_x, of_up, of_down, bias_sum.view_as(self.up_bias).to(self.up_bias.dtype)
+
+
 def padded(x: Tensor) -> Tensor:
-    """Return x [B, C] in bfloat16, with rows of zeros behind it up to a multiple of `MULTIPLE`; they change no other row."""
-    missing = -len(x) % MULTIPLE
+    """Return x [..., B, C] in bfloat16, with rows of zeros behind it up to a multiple of `MULTIPLE`; they change no other row."""
+    missing = -x.shape[-2] % MULTIPLE
     return nn.functional.pad(x.bfloat16(), (0, 0, 0, missing)) if missing else x.bfloat16()
 
 
 def unpadded(x: Tensor, rows: int) -> Tensor:
     """Return the first rows of x; x itself if it has no others, since the gradient of a part is written twice."""
-    return x if len(x) == rows else x[:rows]
+    return x if x.shape[-2] == rows else x[..., :rows, :]
 
 
 def kept_for_weight(x: Tensor | None, stored: Fp8Matrix) -> tuple[Tensor, Tensor]:
@@ -330,21 +360,18 @@ def kept_for_input(weight: Fp8Matrix) -> tuple[Tensor, Tensor]:
 def gradient_of_weight(
     grad: Fp8Matrix, wide: Tensor | None, kept: tuple[Tensor, Tensor], weight: Tensor
 ) -> Tensor:
-    """Compute grad^T x, [columns of grad, columns of x].
+    """Compute grad^T x, [columns of grad, columns of x]; of per-token weights, which are [T, inputs, outputs], x^T grad.
 
-    `grad`: of the product's result, [B, R]. `wide`: the same in 16 bits; needed if x was kept in 16 bits.
+    `grad`: of the product's result, [B, R] or [T, B, R]. `wide`: the same in 16 bits; needed if x was kept in 16 bits.
     """
     x, inverse = kept
+    per_token = weight.dim() == 3
     if x.dtype is INPUT:
-        of_x = Fp8Matrix(x, inverse)
-        return product(grad.transposed, of_x, weight.dtype, out=take_buffer(weight), exact=True)
+        left, right = grad.transposed, Fp8Matrix(x, inverse)
+        left, right = (right, left) if per_token else (left, right)
+        return product(left, right, weight.dtype, out=take_buffer(weight), exact=True)
     assert wide is not None
-    return weight_gradient(wide, x, weight)
-
-
-def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -> Fp8Matrix:
-    """Round x [R, C] to 8 bits."""
-    return rounding_ops(x).quantise(x, dtype, scale, transposed=transposed)
+    return weight_gradient(x, wide, weight) if per_token else weight_gradient(wide, x, weight)
 
 
 def quantise_weights(weights: Sequence[Tensor]) -> list[Fp8Matrix]:
@@ -354,21 +381,12 @@ def quantise_weights(weights: Sequence[Tensor]) -> list[Fp8Matrix]:
     factors = scale_factors(largest, torch.full_like(largest, LARGEST[INPUT]))
     scales = map(Scale, factors.split(1), apart(factors.reciprocal()))
     return [
-        quantise(weight, INPUT, scale, transposed=True)
+        ops_for(weight).quantise(weight, INPUT, scale, transposed=True)
         for weight, scale in zip(weights, scales, strict=True)
     ]
 
 
-def rounding_ops(x: Tensor) -> ModuleType:
-    if not x.is_cuda:
-        return plain
-    # Only CUDA builds of torch include Triton.
-    from nn.ops.triton.fp8 import quantise
-
-    return quantise
-
-
-def cross_ops(x: Tensor) -> ModuleType:
+def ops_for(x: Tensor) -> ModuleType:
     if not x.is_cuda:
         return plain
     # Only CUDA builds of torch include Triton.

@@ -72,8 +72,8 @@ class MLP(nn.Module):
         """
         self.fp8 = Fp8Linear(weight_gradients=weight_gradients)
 
-    def fp8_products(self) -> list[nn.Linear]:
-        return [self.layers[0]]
+    def fp8_products(self) -> list[tuple[str, int, int]]:
+        return [("layers.0", self.layers[0].in_features, self.layers[0].out_features)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, ..., num_inputs] to [B, ..., widths[-1]]; the first dimension is the rows of this rank."""

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from nn.layers.fp8 import Fp8Network
 from nn.layers.initialization import truncated_glorot_, truncated_normal_
 from nn.layers.pass_state import PassLayer
 
@@ -37,8 +38,10 @@ class PerTokenExperts(nn.Module):
 
     v_t = sum_j G_tj e_tj(s_t), e_tj(s) = W_tj' GELU(W_tj s + b_tj) + b_tj'; G is 1 for a single expert. The hidden layers
     of a token's experts lie side by side, so both products of all experts are one product each, of zeros where a gate is
-    closed: a closed gate saves no time here.
+    closed: a closed gate saves no time here. `fp8`: the products of a single expert in 8 bits, or None; see `use_fp8`.
     """
+
+    fp8_term = "per-token networks"
 
     def __init__(self, tokens: int, columns: int, hidden: int, experts: int) -> None:
         super().__init__()
@@ -48,6 +51,7 @@ class PerTokenExperts(nn.Module):
         self.down = nn.Parameter(torch.empty(tokens, experts * hidden, columns))
         self.down_bias = nn.Parameter(torch.zeros(tokens, experts, columns))
         self._std = math.sqrt(2 / (columns + hidden))
+        self.fp8: Fp8Network | None = None
         self.initialise(torch.default_generator)
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -55,8 +59,18 @@ class PerTokenExperts(nn.Module):
         truncated_normal_(self.up, self._std, generator)
         truncated_normal_(self.down, self._std, generator)
 
+    def use_fp8(self, *, weight_gradients: bool) -> None:
+        """Compute both products in 8 bits in training, gradients of weights too or in 16 bits."""
+        self.fp8 = Fp8Network(2, weight_gradients=weight_gradients)
+
+    def fp8_products(self) -> list[tuple[str, int, int]]:
+        tokens, columns, hidden = self.up.shape
+        return [("up", columns, hidden), ("down", hidden, columns)] * tokens
+
     def forward(self, x: Tensor, gates: Tensor | None) -> Tensor:
         """Map [T, B, D] and the gates [T, B, E], None for a single expert, to [T, B, D]."""
+        if self.fp8 is not None and self.training:
+            return self.fp8(x, self.up, self.down, self.up_bias) + self.down_bias.to(x.dtype)
         hidden = torch.baddbmm(self.up_bias.to(x.dtype), x, self.up.to(x.dtype))
         hidden = nn.functional.gelu(hidden)
         bias = self.down_bias.to(hidden.dtype)
@@ -74,7 +88,9 @@ class PerTokenExperts(nn.Module):
 
         products = self.up, self.down, self.up_bias, self.down_bias
         norms = before.weight, before.bias, after.weight, after.bias
-        return mixer_block(x, before.eps, Parameters(*products, *norms))
+        fp8 = self.fp8 if self.training else None
+        network = None if fp8 is None else fp8.begin_pass(*products[:3])
+        return mixer_block(x, before.eps, Parameters(*products, *norms), network)
 
 
 class ReluRouter(PassLayer):

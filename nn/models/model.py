@@ -57,8 +57,11 @@ class Fp8Layer(Protocol):
     def use_fp8(self, *, weight_gradients: bool) -> None:
         """Compute the products in 8 bits, gradients of weights too or in 16 bits."""
 
-    def fp8_products(self) -> list[nn.Linear]:
-        """Return the linear layers whose products these are."""
+    def fp8_products(self) -> list[tuple[str, int, int]]:
+        """Return name, inputs and outputs of every product's weight.
+
+        Products that are none of linear layers are in the term of `Activations.products` that an attribute `fp8_term` names.
+        """
 
 
 class Model(nn.Module):

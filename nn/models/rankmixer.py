@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from dataloading.dataset.feature_spec import FeatureSpec
+from nn.layers.fp8 import padded, unpadded
 from nn.layers.interactions.experts import Towers
 from nn.layers.mlp import round_up
 from nn.layers.per_token import PerTokenExperts, PerTokenLinear, ReluRouter
 from nn.layers.pooled_embeddings import PooledEmbeddings
 from nn.layers.sequence import LayerNorm
 from nn.models.features import chosen_features, in_table_order, rates
-from nn.models.model import Activations, VectorModel
+from nn.models.model import Activations, Fp8Layer, VectorModel
 from nn.models.options import RankMixerOptions
 from nn.ops.fused_linear import as_autocast, can_fuse
 
@@ -42,6 +43,11 @@ class RankMixerBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, B, D] to [T, B, D]."""
+        if self.network.fp8 is None or not self.training:
+            return self._forward(x)
+        return unpadded(self._forward(padded(x)), x.shape[1])
+
+    def _forward(self, x: Tensor) -> Tensor:
         if self.router is None and can_fuse(x, self.network.up):
             norms = self.mixing_norm, self.network_norm
             return self.network.between_norms(as_autocast(x), *norms)
@@ -93,9 +99,13 @@ class RankMixer(VectorModel):
             backward_columns=pieces * (2 if self._order else 1) + o.layers * per_block + 2 * hidden,
             products={
                 "tokens": 2 * pieces * o.token_dim,
-                "per-token networks": o.layers * products,
+                PerTokenExperts.fp8_term: o.layers * products,
             },
         )
+
+    def fp8_layers(self) -> list[Fp8Layer]:
+        """Return the per-token networks, unless a token has several: their gates are between the products."""
+        return [block.network for block in self.blocks if block.router is None]
 
     def extra_losses(self) -> dict[str, Tensor]:
         routers = [block.router for block in self.blocks if block.router is not None]

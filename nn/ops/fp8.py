@@ -8,9 +8,11 @@ rounds nothing, so a product has the rounding of its operands to 8 bits and no o
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-# R: rows, C: columns, B: samples, L: layers, K: the dimension that a product sums over, n: matrices
+from nn.ops.stream_waits import stream_for
+
+# R: rows, C: columns, B: samples, L: layers, K: the dimension that a product sums over, n: matrices, T: tokens
 
 INPUT = torch.float8_e4m3fn
 """Dtype of inputs and weights: 3 bits of mantissa, up to 448."""
@@ -34,7 +36,7 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A matrix [R, C] in 8 bits."""
+    """A matrix [R, C] in 8 bits, or one of each token [T, R, C]."""
 
     rows: Tensor  # [R, C], contiguous
     inverse: Tensor  # value = stored * inverse, float32 [1]
@@ -59,31 +61,46 @@ def apart(values: Tensor) -> list[Tensor]:
 
 
 def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -> Fp8Matrix:
-    """Round x [R, C] to 8 bits, to the nearest value and at most the largest.
+    """Round x [R, C] or [T, R, C] to 8 bits, to the nearest value and at most the largest.
 
-    `x`: matrix, contiguous.
+    `x`: contiguous.
     """
     if scale.latest is not None:
         scale.latest.copy_(torch.maximum(scale.latest, x.abs().max().float()))
     # Unlike torch's cast to e5m2, this keeps what is too large finite; NaN stays NaN.
     limit = LARGEST[dtype]
     rows = (x.float() * scale.factor).clamp(-limit, limit).to(dtype)
-    return Fp8Matrix(rows, scale.inverse, rows.t().contiguous() if transposed else None)
+    return Fp8Matrix(rows, scale.inverse, rows.mT.contiguous() if transposed else None)
+
+
+def activate(
+    hidden: Tensor, bias: Tensor, scale: Scale, *, transposed: bool
+) -> tuple[Fp8Matrix, Tensor | None]:
+    """Compute GELU(hidden + bias) in 8 bits and, unless `transposed`, in the dtype of `hidden` too.
+
+    `hidden`: [T, B, C], contiguous. `bias`: [T, 1, C].
+    """
+    activated = nn.functional.gelu(hidden.float() + bias.float()).to(hidden.dtype)
+    stored = quantise(activated, INPUT, scale, transposed=transposed)
+    return stored, None if transposed else activated
 
 
 def quantise_gradient(
-    grad: Tensor, activation: Tensor | None, scale: Scale, *, transposed: bool
+    grad: Tensor, activation: Tensor | None, bias: Tensor | None, scale: Scale, *, transposed: bool
 ) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
-    """Round the gradient of a linear layer's output [B, C] to 8 bits.
+    """Round the gradient of a linear layer's output [B, C], or of one of each token [T, B, C], to 8 bits.
 
-    `grad`: contiguous; of the output of the ReLU behind the layer if there is one. `activation`: that output, contiguous;
-    None without ReLU. Returns the gradient in 8 bits; unless `transposed`, the same in the dtype of `grad`; its sum over
-    the samples, float32 [C].
+    `grad`: contiguous; of the output of the activation behind the layer if there is one. `activation`: the output of ReLU,
+    contiguous; None without; with `bias` both are arguments of `activate`. Returns the gradient in 8 bits; unless
+    `transposed`, the same in the dtype of `grad`; its sum over the samples, float32 [C] or [T * C].
     """
-    if activation is not None:
-        grad = grad.masked_fill(activation <= 0, 0)
-    stored = quantise(grad, GRADIENT, scale, transposed=transposed)
-    return stored, None if transposed else grad, grad.sum(0, dtype=torch.float32)
+    wide = grad if activation is None else grad.masked_fill(activation <= 0, 0)
+    if activation is not None and bias is not None:
+        wide = torch.ops.aten.gelu_backward(grad.float(), activation.float() + bias.float())
+    rounded = wide.to(grad.dtype)
+    stored = quantise(rounded, GRADIENT, scale, transposed=transposed)
+    sums = wide.sum(-2, dtype=torch.float32)
+    return stored, None if transposed else rounded, sums.flatten()
 
 
 def add_product(
@@ -135,11 +152,13 @@ def product(
     out: Tensor | None = None,
     exact: bool = False,
 ) -> Tensor:
-    """Compute left [R, K] times the transposed right [C, K], plus a bias [C]; [R, C].
+    """Compute left [R, K] times the transposed right [C, K], plus a bias [C]; [R, C]. Of matrices of T tokens, T products.
 
     `left`: at most one of the two is a gradient. `exact`: let a GPU add all products in 32 bits. Its faster sums have 14
     bits within 128 products; the sum of a weight's gradient runs over the batch.
     """
+    if left.rows.is_cuda and left.rows.dim() == 3:
+        return _of_tokens(left, right, dtype, out, exact=exact)
     if left.rows.is_cuda:
         return torch._scaled_mm(
             left.rows,
@@ -151,6 +170,27 @@ def product(
             use_fast_accum=not exact,
             out=out,
         )
-    wide = left.rows.float() @ right.rows.float().t() * (left.inverse * right.inverse)
+    wide = left.rows.float() @ right.rows.float().mT * (left.inverse * right.inverse)
     result = (wide if bias is None else wide + bias).to(dtype)
     return result if out is None else out.copy_(result)
+
+
+def _of_tokens(
+    left: Fp8Matrix, right: Fp8Matrix, dtype: torch.dtype, out: Tensor | None, *, exact: bool
+) -> Tensor:
+    """Compute the products of all tokens on two streams: one's first blocks fill the GPU beside the other's last ones.
+
+    Each stream has a workspace of its own, so the results are those of one stream.
+    """
+    shape = *left.rows.shape[:2], right.rows.shape[1]
+    out = left.rows.new_empty(shape, dtype=dtype) if out is None else out
+    current = torch.cuda.current_stream()
+    streams = current, stream_for("products of tokens", out.device)
+    streams[1].wait_stream(current)
+    for token, result in enumerate(out):
+        with torch.cuda.stream(streams[token % 2]):
+            one = Fp8Matrix(left.rows[token], left.inverse)
+            other = Fp8Matrix(right.rows[token], right.inverse)
+            product(one, other, dtype, out=result, exact=exact)
+    current.wait_stream(streams[1])
+    return out

@@ -5,6 +5,8 @@ lie, and is one kernel a direction, as is the activation with its bias. The back
 add the gradients of biases and norms over their samples, and `column_sums` those of all programs: every sum has one order.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -52,50 +54,69 @@ class Parameters(NamedTuple):
     network_bias: Tensor
 
 
-def mixer_block(x: Tensor, eps: float, of: Parameters) -> Tensor:
-    """Map tokens [T, B, D] to the same, as `nn.models.rankmixer.RankMixerBlock` with one expert and GELU."""
-    return _Block.apply(x, eps, *of)
+def mixer_block(x: Tensor, eps: float, of: Parameters, network: Any = None) -> Tensor:
+    """Map tokens [T, B, D] to the same, as `nn.models.rankmixer.RankMixerBlock` with one expert and GELU.
+
+    `network`: a pass of the networks in 8 bits, of which `_Network` has the methods; None for the dtype of x.
+    """
+    return _Block.apply(x, eps, network, *of)
 
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, eps: float, network: Any, *parameters: Tensor) -> Tensor:
         x, of = x.contiguous(), Parameters(*parameters)
-        up, down = cast_parameters(x.dtype, parameters[:2])
+        ctx.network = _Network(of) if network is None else network
         s = _add_norm(x, None, None, of.mixing_weight, of.mixing_bias, eps)
-        hidden = torch.bmm(s, up)
-        activated = torch.empty_like(hidden)
-        grid, sizes = _activation_layout(hidden)
-        _activate[grid](hidden, of.up_bias, activated, *sizes)
-        y = torch.bmm(activated, down)
-        ctx.save_for_backward(x, s, hidden, activated, y, up, down)
+        y, kept = ctx.network.forward(s)
+        ctx.save_for_backward(x, s, y, *kept)
         ctx.parameters, ctx.eps = of, eps
         return _add_norm(s, y, of.down_bias, of.network_weight, of.network_bias, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, s, hidden, activated, y, up, down = ctx.saved_tensors
+        x, s, y, *kept = ctx.saved_tensors
         of = ctx.parameters
         norm = of.network_weight, of.network_bias
         of_sum, *of_norm, down_bias = _norm_gradient(grad, s, y, of.down_bias, norm, ctx.eps)
-        of_down = weight_gradient(activated, of_sum, of.down)
-        of_hidden = torch.bmm(of_sum, down.mT)
-        grid, sizes = _activation_layout(hidden)
-        sums = hidden.new_empty(grid[2], len(x), hidden.shape[2], dtype=torch.float32)
-        inputs = of_hidden, hidden, of.up_bias, sums
-        _activation_gradient[grid](*inputs, *sizes)
-        of_up = weight_gradient(s, of_hidden, of.up)
-        of_sum.baddbmm_(of_hidden, up.mT)  # s is read by the network and beside it
-        del of_hidden  # the largest gradient
+        of_s, *products, up_bias = ctx.network.backward(of_sum, kept)
         norm = of.mixing_weight, of.mixing_bias
-        of_mixed, *of_mixing, _ = _norm_gradient(of_sum, x, None, None, norm, ctx.eps)
+        of_mixed, *of_mixing, _ = _norm_gradient(of_sum, x, of_s, None, norm, ctx.eps)
         of_x = torch.empty_like(x)
         programs, shape, num_warps = _norm_layout(x, FORWARD, mixes=True)
         _add_mixed[(programs * len(x),)](of_mixed, of_x, x.shape[1], shape, num_warps=num_warps)
-        up_bias = column_sums(sums.flatten(1))
         small = zip((up_bias, down_bias, *of_mixing, *of_norm), of[2:], strict=True)
-        return of_x, None, of_up, of_down, *(one.view_as(p).to(p.dtype) for one, p in small)
+        return of_x, None, None, *products, *(one.view_as(p).to(p.dtype) for one, p in small)
+
+
+@dataclass(frozen=True, slots=True)
+class _Network:
+    """A pass of the networks in the dtype of s."""
+
+    of: Parameters
+
+    def forward(self, s: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Map s [T, B, D] to the output without its bias, and return what `backward` needs."""
+        up, down = cast_parameters(s.dtype, self.of[:2])
+        hidden = torch.bmm(s, up)
+        activated = torch.empty_like(hidden)
+        grid, sizes = _activation_layout(hidden)
+        _activate[grid](hidden, self.of.up_bias, activated, *sizes)
+        return torch.bmm(activated, down), [s, hidden, activated, up, down]
+
+    def backward(self, grad: Tensor, kept: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of s, `up`, `down` and `up_bias`; None for the first, which is added to `grad`."""
+        s, hidden, activated, up, down = kept
+        of_down = weight_gradient(activated, grad, self.of.down)
+        of_hidden = torch.bmm(grad, down.mT)
+        grid, sizes = _activation_layout(hidden)
+        sums = hidden.new_empty(grid[2], len(s), hidden.shape[2], dtype=torch.float32)
+        inputs = of_hidden, hidden, self.of.up_bias, sums
+        _activation_gradient[grid](*inputs, *sizes)
+        of_up = weight_gradient(s, of_hidden, self.of.up)
+        grad.baddbmm_(of_hidden, up.mT)  # s is read by the network and beside it
+        return None, of_up, of_down, column_sums(sums.flatten(1))
 
 
 def _add_norm(
@@ -117,10 +138,13 @@ def _norm_gradient(
     norm: tuple[Tensor, Tensor],
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of what `_add_norm` normalises, of weight and bias [D], and of the bias of y [T * D], float32."""
+    """Return the gradients of what `_add_norm` normalises, of weight and bias [D], and of the bias of y [T * D], float32.
+
+    Without a bias y is added to `grad` instead, if there is one.
+    """
     tokens, samples, columns = x.shape
     of_sum = torch.empty_like(x)
-    programs, shape, num_warps = _norm_layout(x, BACKWARD, mixes=y is None)
+    programs, shape, num_warps = _norm_layout(x, BACKWARD, mixes=y_bias is None)
     programs = min(programs, max(PROGRAMS // tokens, 1))
     # A program without samples writes sums of zero.
     of_norm = x.new_empty(programs * tokens, 2 * columns, dtype=torch.float32)
@@ -128,7 +152,7 @@ def _norm_gradient(
     inputs = grad.contiguous(), x, y, y_bias, *norm
     rest = of_sum, of_norm, of_bias, samples, eps, shape
     _norm_backward[(programs * tokens,)](*inputs, *rest, num_warps=num_warps)
-    of_y_bias = of_bias if y is None else column_sums(of_bias)
+    of_y_bias = of_bias if y_bias is None else column_sums(of_bias)
     return of_sum, *column_sums(of_norm).chunk(2), of_y_bias
 
 
@@ -198,6 +222,8 @@ def _norm_backward(
         offset, inside = _place(block, column, samples, S)
         values = _load_sum(x, y, y_bias, block, column, samples, S)
         slope = load(grad, offset, inside)
+        if S.MIXES and y is not None:
+            slope += load(y, offset, inside)
         centred, rstd = normalise(values, inside, eps, S)
         of_weight += slope * centred
         of_shift += slope

@@ -28,7 +28,8 @@ SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names}
     "masked": "*bf16",
     # Of 8-bit products; the sizes of a matrix are multiples of 16, which makes wide loads and stores.
     **dict.fromkeys(["x", "factor_of_x0", "wide"], "*bf16"),
-    **{"words": "*i32", "latest": "*fp32", "touched": "*u8", "touched_start": "*i64"},
+    **{"words": "*i32", "scales": ("*fp32", "*fp32")},
+    **{"touched": "*u8", "touched_start": "*i64"},
 }
 
 
@@ -43,7 +44,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 154
+    assert done.stdout.count("compiled") == 160
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -294,7 +295,7 @@ def build_rankmixer() -> None:
         matrices = dict.fromkeys(("x", "y", "grad", "hidden", "out", "of_sum"), dtype)
         dtypes = matrices | of_columns | {"y_bias": "*fp32", "eps": "fp32", "columns": "i32"}
         aligned, block = [name for name in dtypes if name != "eps"], next_power_of_2(columns)
-        for mixes, given in ((True, pairs), (False, {})):
+        for mixes, given in ((True, pairs), (True, {"y_bias": None}), (False, {})):
             shape = kernels.Shape(columns, block, 2048 // block, T=16, MIXES=mixes)
             kind = {"num_warps": 8, "aligned": aligned, "S": shape, **given}
             build(kernels._norm, dtypes, **kind)
@@ -331,8 +332,16 @@ def build_fp8() -> None:
 
     eight = {"LIMIT": 448.0, "num_warps": fp8.NUM_WARPS}
     sizes = ("num_rows", "num_columns", "x", "x0", "rows", "words", "out")
-    for kind in ({}, {"activation": None, "wide": None, "partial_sums": None}):
-        build(fp8._quantise, {"rows": "*fp8e4nv"}, aligned=sizes, **eight, **kind)
+    alone = {"wide": None, "sums": None}
+    for rows, kind in (
+        ("*fp8e4nv", {"bias": None}),
+        ("*fp8e4nv", {"activation": None, "bias": None, **alone}),
+        # GELU of per-token networks, and its gradient.
+        ("*fp8e4nv", {"activation": None, **alone, **fp8.FEWER_REGISTERS}),
+        ("*fp8e5", {"wide": None, **fp8.FEWER_REGISTERS}),
+    ):
+        dtypes = {"rows": rows, "bias": "*fp32", "sums": "*fp32"}
+        build(fp8._quantise, dtypes, aligned=sizes, **eight | kind)
     for kind in ({}, {"out": None}):
         build(fp8_cross_net._add_product, {"rows": "*fp8e4nv"}, aligned=sizes, **eight, **kind)
     for without in ("words", "wide"):

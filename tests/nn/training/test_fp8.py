@@ -28,6 +28,10 @@ WIDE = [
     "optimizer.lr=0.05",
     "optimizer.eps=0.01",
 ]
+MIXER = [option for option in WIDE if "_mlp" not in option and "cross" not in option]
+MIXER += ["model.name=rankmixer", "model.tokens=4", "model.token_dim=32", "model.expansion=2"]
+# With larger steps two ranks differ by more in 16 bits too.
+MIXER += ["optimizer.lr=0.01"]
 CASES = {
     "full": [*WIDE, "train.fp8=full"],
     "partial": [*WIDE, "train.fp8=partial"],
@@ -38,8 +42,11 @@ CASES = {
         "model.cross.structure=parallel",
         "model.dropout=0.2",
     ],
+    "mixer": [*MIXER, "train.fp8=full"],
+    "mixer-partial": [*MIXER, "train.fp8=partial"],
 }
 STATES = ["dense_state.cross.fp8.largest", "dense_state.top.fp8.largest"]
+MIXER_STATES = [f"dense_state.blocks.{index}.network.fp8.largest" for index in range(2)]
 
 
 def scales(built: Built) -> dict[str, torch.Tensor]:
@@ -63,7 +70,7 @@ def test_two_ranks_train_as_one_with_the_same_scales():
     cases = list(CASES.values())
     one = trained(cases, TWO_EPOCHS_STEPS)
     two, other = run_distributed(trained, 2, cases, TWO_EPOCHS_STEPS)
-    wide = losses_of_cases([WIDE], TWO_EPOCHS_STEPS)[0]
+    wide, mixer = losses_of_cases([WIDE, MIXER], TWO_EPOCHS_STEPS)
     for (losses, largest), (ours, mine), (_, theirs) in zip(one, two, other, strict=True):
         # The last bit of a sum over ranks may decide how a value is rounded to 8 bits.
         assert ours == pytest.approx(losses, rel=0.01)
@@ -73,6 +80,9 @@ def test_two_ranks_train_as_one_with_the_same_scales():
             torch.testing.assert_close(value, largest[name], rtol=0.2, atol=1e-3)
             assert (value[:TWO_EPOCHS_STEPS] > 0).all()
             assert not value[TWO_EPOCHS_STEPS:].any()
+    assert list(one[-1][1]) == MIXER_STATES
+    assert one[-2][0] == pytest.approx(mixer, rel=0.03)
+    assert one[-2][0] != mixer
     assert one[0][0] == pytest.approx(wide, rel=0.02)
     assert one[0][0] != wide
 
@@ -92,10 +102,11 @@ def test_an_evaluation_and_a_step_that_is_not_applied_change_no_scale():
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_a_run_resumes_bit_by_bit(tmp_path):
+@pytest.mark.parametrize("case", ["full", "mixer"])
+def test_a_run_resumes_bit_by_bit(case, tmp_path):
     def run(directory: str, steps: int, *more: str) -> bytes:
         common = ["log.every=4", "log.loggers=[]", f"train.max_steps={steps}"]
-        ended = run_command(*CASES["full"], *common, f"run_dir={tmp_path}/{directory}", *more)
+        ended = run_command(*CASES[case], *common, f"run_dir={tmp_path}/{directory}", *more)
         assert (ended.exit_code, ended.err) == (0, "")
         return stored_bytes(tmp_path / directory)
 
@@ -145,6 +156,11 @@ def compose_and_check(*options: str) -> None:
         (["train.amp=off"], "train.fp8=full needs train.amp=bf16"),
         (["train.freeze=[dense]"], "train.freeze keeps them as they are"),
         (["model.name=dlrm"], "model.name=dlrm names none"),
+        ([*MIXER, "model.experts=2"], "names none; .* or rankmixer with model.experts=1$"),
+        (
+            [*MIXER, "model.token_dim=24"],
+            "multiples of 16, got blocks.0.network.up of 24 inputs and 48 outputs",
+        ),
         (
             ["model.cross.projection_dim=12"],
             "multiples of 16, got cross.layers.0.down of 48 inputs and 12 outputs",

@@ -1,6 +1,6 @@
 """Elementwise operations of cross layers in FP8 on a GPU: the matrices of the products are rounded where they are computed.
 
-`nn.ops.fp8` has the same functions in plain torch.
+`nn.ops.fp8` has the same functions in plain torch, and those of `quantise`.
 """
 
 import torch
@@ -16,11 +16,16 @@ from nn.ops.triton.fp8.quantise import (
     BLOCK_R,
     BLOCKS_OF_ROWS,
     NUM_WARPS,
+    activate,
     allocate,
     grid,
+    quantise,
+    quantise_gradient,
     store_rounded,
     store_words,
 )
+
+__all__ = ["activate", "add_product", "cross_backward", "quantise", "quantise_gradient"]
 
 # B: samples, C: columns of x0, L: layers, P: programs along the samples
 
@@ -31,19 +36,8 @@ def add_product(
     """Return x + x0 * factor, [B, C], and the same in 8 bits, as `nn.ops.fp8.add_product`."""
     out = torch.empty_like(x) if keep else None
     matrix, words = allocate(x, INPUT, scale, transposed=transposed)
-    _add_product[grid(x)](
-        x,
-        x0,
-        factor,
-        out,
-        matrix.rows,
-        words,
-        scale.factor,
-        scale.latest,
-        *x.shape,
-        LIMIT=LARGEST[INPUT],
-        num_warps=NUM_WARPS,
-    )
+    tensors = x, x0, factor, out, matrix.rows, words, (scale.factor, scale.latest)
+    _add_product[grid(x)](*tensors, *x.shape, LIMIT=LARGEST[INPUT], num_warps=NUM_WARPS)
     return out, matrix
 
 
@@ -62,43 +56,19 @@ def cross_backward(
     wide = None if transposed else torch.empty_like(x0)
     programs = grid(x0)
     partial_sums = x0.new_empty(programs[1], x0.shape[1], dtype=torch.float32)
-    _cross_backward[programs](
-        grad,
-        products,
-        x0,
-        factors,
-        matrix.rows,
-        words,
-        wide,
-        partial_sums,
-        scale.factor,
-        scale.latest,
-        *x0.shape,
-        INDEX=index,
-        NUM_LAYERS=len(factors),
-        LIMIT=LARGEST[GRADIENT],
-        num_warps=NUM_WARPS,
-    )
+    tensors = grad, products, x0, factors, matrix.rows, words, wide, partial_sums
+    rest = (scale.factor, scale.latest), *x0.shape, index, len(factors), LARGEST[GRADIENT]
+    _cross_backward[programs](*tensors, *rest, num_warps=NUM_WARPS)
     return matrix, wide, column_sums(partial_sums)
 
 
 @triton.jit
 def _add_product(
-    x,
-    x0,
-    factor_of_x0,
-    out,
-    rows,
-    words,
-    factor,
-    latest,
-    num_rows,
-    num_columns,
-    LIMIT: tl.constexpr,
+    x, x0, factor_of_x0, out, rows, words, scales, num_rows, num_columns, LIMIT: tl.constexpr
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
-    scale = tl.load(factor)
+    scale = tl.load(scales[0])
     largest = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for block in range(BLOCKS_OF_ROWS):
         word = first + block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
@@ -119,7 +89,7 @@ def _add_product(
             )
         if words is not None:
             store_words(packed, words, word, column, num_rows, inside)
-    tl.atomic_max(latest, tl.max(largest), sem="relaxed")
+    tl.atomic_max(scales[1], tl.max(largest), sem="relaxed")
 
 
 @triton.jit
@@ -132,8 +102,7 @@ def _cross_backward(
     words,
     wide,
     partial_sums,
-    factor,
-    latest,
+    scales,
     num_rows,
     num_columns,
     INDEX: tl.constexpr,
@@ -142,7 +111,7 @@ def _cross_backward(
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
-    scale = tl.load(factor)
+    scale = tl.load(scales[0])
     # The elements of all layers may exceed 32 bits.
     layer = tl.full((), 1, tl.int64) * num_rows * num_columns
     largest = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
@@ -168,6 +137,6 @@ def _cross_backward(
             )
         if words is not None:
             store_words(packed, words, word, column, num_rows, inside)
-    tl.atomic_max(latest, tl.max(largest), sem="relaxed")
+    tl.atomic_max(scales[1], tl.max(largest), sem="relaxed")
     partial_sum = partial_sums + tl.program_id(1) * num_columns + column
     tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < num_columns)

@@ -3,15 +3,18 @@
 The transposed copy is made of words of four rows: they are transposed in registers of 32 bits, and stored by as many.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nn.ops.fp8 import GRADIENT, LARGEST, MULTIPLE, Fp8Matrix, Scale
+from nn.ops.fp8 import GRADIENT, INPUT, LARGEST, MULTIPLE, Fp8Matrix, Scale
 from nn.ops.triton.column_sums import column_sums
+from nn.ops.triton.layer_norm import load
 
-# R: rows, C: columns, B: samples
+# R: rows, C: columns, B: samples, T: tokens
 
 WORD = 4
 """Rows of a word; `MULTIPLE` rows are whole words."""
@@ -19,97 +22,86 @@ BLOCK_R, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(32), tl.constexpr(64), tl.conste
 """A program processes `BLOCKS_OF_ROWS` blocks of `WORD` * `BLOCK_R` rows in sequence."""
 NUM_WARPS = 8
 """More registers per thread than these leave would let fewer warps wait for memory at a time."""
+FEWER_REGISTERS = {"maxnreg": 80}
+"""Of a thread of GELU's kernels, of which three programs then run beside each other."""
 ROWS_OF_PROGRAM = WORD * BLOCK_R * BLOCKS_OF_ROWS
 
 
-def quantise(x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool) -> Fp8Matrix:
-    """Round x [R, C] to 8 bits, as `nn.ops.fp8.quantise`."""
-    return _rounded(x, dtype, scale, transposed=transposed)
+def activate(
+    hidden: Tensor, bias: Tensor, scale: Scale, *, transposed: bool
+) -> tuple[Fp8Matrix, Tensor | None]:
+    """Compute GELU(hidden + bias) in 8 bits, as `nn.ops.fp8.activate`."""
+    wide = None if transposed else torch.empty_like(hidden)
+    return quantise(hidden, INPUT, scale, transposed=transposed, bias=bias, wide=wide), wide
 
 
 def quantise_gradient(
-    grad: Tensor, activation: Tensor | None, scale: Scale, *, transposed: bool
+    grad: Tensor, activation: Tensor | None, bias: Tensor | None, scale: Scale, *, transposed: bool
 ) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
-    """Round the gradient of a linear layer's output [B, C] to 8 bits, as `nn.ops.fp8.quantise_gradient`."""
+    """Round the gradient of a linear layer's output to 8 bits, as `nn.ops.fp8.quantise_gradient`."""
     wide = None if transposed or activation is None else torch.empty_like(grad)
-    partial_sums = grad.new_empty(grid(grad)[1], grad.shape[1], dtype=torch.float32)
-    matrix = _rounded(
-        grad,
-        GRADIENT,
-        scale,
-        transposed=transposed,
-        activation=activation,
-        wide=wide,
-        partial_sums=partial_sums,
-    )
+    programs, tokens = grid(grad)[1:]
+    partial_sums = grad.new_empty(programs, tokens * grad.shape[-1], dtype=torch.float32)
+    more = {"activation": activation, "bias": bias, "wide": wide, "partial_sums": partial_sums}
+    matrix = quantise(grad, GRADIENT, scale, transposed=transposed, **more)
     if not transposed and wide is None:
         wide = grad
     return matrix, wide, column_sums(partial_sums)
 
 
-def _rounded(
+def quantise(
     x: Tensor,
     dtype: torch.dtype,
     scale: Scale,
     *,
     transposed: bool,
     activation: Tensor | None = None,
+    bias: Tensor | None = None,
     wide: Tensor | None = None,
     partial_sums: Tensor | None = None,
 ) -> Fp8Matrix:
-    """Launch the kernel; `wide` and `partial_sums` receive what `quantise_gradient` returns beside the matrix."""
+    """Round x [R, C] or [T, R, C] to 8 bits, as `nn.ops.fp8.quantise`, or what `activate` and `quantise_gradient` return.
+
+    `wide` and `partial_sums` receive what they return beside the matrix.
+    """
     matrix, words = allocate(x, dtype, scale, transposed=transposed)
-    _quantise[grid(x)](
-        x,
-        activation,
-        matrix.rows,
-        words,
-        wide,
-        partial_sums,
-        scale.factor,
-        scale.latest,
-        *x.shape,
-        LIMIT=LARGEST[dtype],
-        num_warps=NUM_WARPS,
-    )
+    tensors = x, activation, bias, matrix.rows, words, wide, partial_sums
+    rest = (scale.factor, scale.latest), *x.shape[-2:], LARGEST[dtype]
+    options = {} if bias is None else FEWER_REGISTERS
+    _quantise[grid(x)](*tensors, *rest, num_warps=NUM_WARPS, **options)
     return matrix
 
 
 def allocate(
     x: Tensor, dtype: torch.dtype, scale: Scale, *, transposed: bool
 ) -> tuple[Fp8Matrix, Tensor | None]:
-    """Return a matrix [R, C] without values for those of `x`, and its transposed copy as words [C, R / 4]."""
-    num_rows, num_columns = x.shape
+    """Return a matrix [R, C] without values for those of `x`, and its transposed copy as words [C, R / 4]; or of T tokens."""
+    *tokens, num_rows, num_columns = x.shape
     assert x.is_contiguous()
     assert num_rows % MULTIPLE == num_columns % MULTIPLE == 0
     rows = torch.empty_like(x, dtype=dtype)
-    columns = x.new_empty(num_columns, num_rows, dtype=dtype) if transposed else None
+    columns = x.new_empty(*tokens, num_columns, num_rows, dtype=dtype) if transposed else None
     words = None if columns is None else columns.view(torch.int32)
     return Fp8Matrix(rows, scale.inverse, columns), words
 
 
-def grid(x: Tensor) -> tuple[int, int]:
-    num_rows, num_columns = x.shape
-    return triton.cdiv(num_columns, BLOCK_C), triton.cdiv(num_rows, ROWS_OF_PROGRAM)
+def grid(x: Tensor) -> tuple[int, int, int]:
+    """Return the programs of a matrix along its columns and rows, and the number of matrices."""
+    *tokens, num_rows, num_columns = x.shape
+    programs = triton.cdiv(num_columns, BLOCK_C), triton.cdiv(num_rows, ROWS_OF_PROGRAM)
+    return *programs, math.prod(tokens)
 
 
 @triton.jit
 def _quantise(
-    x,
-    activation,
-    rows,
-    words,
-    wide,
-    partial_sums,
-    factor,
-    latest,
-    num_rows,
-    num_columns,
-    LIMIT: tl.constexpr,
+    x, activation, bias, rows, words, wide, sums, scales, num_rows, num_columns, LIMIT: tl.constexpr
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
-    scale = tl.load(factor)
+    matrix = tl.program_id(2).to(tl.int64)
+    scale = tl.load(scales[0])
+    if bias is not None:
+        shift = load(bias, matrix * num_columns + column, column < num_columns)
     largest = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     for block in range(BLOCKS_OF_ROWS):
@@ -117,27 +109,48 @@ def _quantise(
         inside = (word * 4 < num_rows) & (column < num_columns)
         packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
         for byte in tl.static_range(4):
-            offset = (word * 4 + byte) * num_columns + column
-            value = tl.load(x + offset, mask=inside, other=0.0)
+            offset = (matrix * num_rows + word * 4 + byte) * num_columns + column
+            value = load(x, offset, inside)
             if activation is not None:
-                # Like torch, the kernel passes the gradient where the activation is NaN.
-                result = tl.load(activation + offset, mask=inside, other=0.0)
-                value = tl.where(result <= 0, 0.0, value)
-            if wide is not None:
-                tl.store(wide + offset, value, mask=inside)
-            value = value.to(tl.float32)
-            if partial_sums is not None:
+                result = load(activation, offset, inside)
+                if bias is None:
+                    # Like torch, the kernel passes the gradient where the activation is NaN.
+                    value = tl.where(result <= 0, 0.0, value)
+                else:
+                    share, density = normal(result + shift)
+                    value *= share + (result + shift) * density
+            elif bias is not None:
+                value = tl.where(inside, (value + shift) * normal(value + shift)[0], 0.0)
+            if sums is not None:
                 total += value
+            rounded = value.to(x.dtype.element_ty)
+            if wide is not None:
+                tl.store(wide + offset, rounded, mask=inside)
+            value = rounded.to(tl.float32)
             largest, packed = store_rounded(
                 value, largest, packed, rows, offset, inside, scale, LIMIT, byte
             )
         if words is not None:
-            store_words(packed, words, word, column, num_rows, inside)
-    if partial_sums is not None:
-        partial_sum = partial_sums + tl.program_id(1) * num_columns + column
-        tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < num_columns)
-    if latest is not None:
-        tl.atomic_max(latest, tl.max(largest), sem="relaxed")
+            of_matrix = words + matrix * num_columns * (num_rows // 4)
+            store_words(packed, of_matrix, word, column, num_rows, inside)
+    if sums is not None:
+        at = (tl.program_id(1) * tl.num_programs(2) + matrix) * num_columns + column
+        tl.store(sums + at, tl.sum(total, 0)[None, :], mask=column < num_columns)
+    if scales[1] is not None:
+        tl.atomic_max(scales[1], tl.max(largest), sem="relaxed")
+
+
+@triton.jit
+def normal(x):
+    """Return the normal distribution's share below x, to 3e-7, and its density (Abramowitz and Stegun, 26.2.17).
+
+    `tl.erf` has more instructions, which take longer than the memory's bytes, and no exponential to share.
+    """
+    density = 0.3989422804014327 * tl.exp2(x * x * -0.7213475204444817)
+    t = 1 / (1 + 0.2316419 * tl.abs(x))
+    above = 1.781477937 + t * (-1.821255978 + t * 1.330274429)
+    above = density * t * (0.31938153 + t * (-0.356563782 + t * above))
+    return tl.where(x < 0, above, 1 - above), density
 
 
 @triton.jit
