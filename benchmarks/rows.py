@@ -134,7 +134,8 @@ FAMILY["esmm_1"] = FAMILY["esmm_1"].plus(tasks=2)
 FAMILY["star_1"] = FAMILY["star_1"].plus("model.domain=num_0", tasks=2)
 """Models without a recipe of their own, with their default sizes."""
 MIXER = FAMILY["rankmixer_1"].plus(*BF16)
-OF_100M = ("model.token_dim=768", "model.expansion=3")
+MIXER_100M = MIXER.plus("model.token_dim=768", "model.expansion=3")
+MIXER_16384 = MIXER_100M.plus("train.batch_size=16384", train_rows=200 * 16_384)
 SOK = Row("main", 1, "embedding_mlp_sok", "sok", exponent=0, train_rows=50 * 65_536)
 DIN = Row(
     "main",
@@ -250,12 +251,11 @@ ROWS = {
     "deepfm_1": DEEPFM,
     "deepfm_1_bf16": DEEPFM.plus(*BF16),
     **FAMILY,
-    # Dense parameters: 10 and 113 million.
-    "rankmixer_1_10m": MIXER.plus("model.token_dim=224", OF_100M[1]),
-    "rankmixer_1_100m": MIXER.plus(*OF_100M),
-    "rankmixer_1_100m_16384": MIXER.plus(
-        *OF_100M, "train.batch_size=16384", train_rows=200 * 16_384
-    ),
+    "rankmixer_1_10m": MIXER.plus("model.token_dim=224", "model.expansion=3"),
+    "rankmixer_1_100m": MIXER_100M,
+    "rankmixer_1_100m_fp8": MIXER_100M.plus(*FULL_FP8),
+    "rankmixer_1_100m_16384": MIXER_16384,
+    "rankmixer_1_100m_16384_fp8": MIXER_16384.plus(*FULL_FP8),
     "sok_1": SOK,
     "sok_1_bf16": SOK.plus(*BF16),
     # DIN: 50 positions of history in the table of the item.

@@ -283,6 +283,18 @@ def test_the_memory_is_that_of_the_card_that_ran():
     assert of_cards[1]["FLOPs"] == of_cards[0]["FLOPs"]
 
 
+def test_the_products_of_rankmixer_are_counted_in_8_bits():
+    config = ROWS["rankmixer_1_100m_fp8"].config()
+    flops = count_flops(config, model_spec(config, open_source(config)), 4096)
+    # Two blocks of two products, each forward and for both gradients.
+    assert flops[FP8] == 4096 * 2 * 2 * 3 * 2 * 16 * 768 * 2304
+    assert flops["per-token networks"] == 0
+    narrow = ROWS["rankmixer_1_100m"].config()
+    wide = count_flops(narrow, model_spec(narrow, open_source(narrow)), 4096)
+    assert wide["per-token networks"] == flops[FP8]
+    assert sum(wide.values()) == sum(flops.values())
+
+
 def test_the_sustained_floor_has_the_rates_of_the_power_limit():
     floor = Floor(
         flops={"a": 2e9, FP8: 2e9},
