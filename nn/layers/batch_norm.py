@@ -149,7 +149,7 @@ class _SumOverRanks(torch.autograd.Function):
 def _sums(chosen: Tensor, x: Tensor) -> Tensor:
     """Sum the rows of x [B, C] of every domain, [P, C].
 
-    One product of as few rows as there are domains keeps few multiprocessors busy: the parts of a batch are products of their own.
+    One product of as few rows as there are domains keeps few multiprocessors busy: parts of a batch are products of their own.
     """
     parts = gcd(len(x), MOST_PARTS)
     return (chosen.unflatten(0, (parts, -1)).mT @ x.unflatten(0, (parts, -1))).sum(0)
