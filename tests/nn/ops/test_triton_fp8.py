@@ -238,7 +238,7 @@ def check_block(
         of_plain = ((plain_one.double() - exact_one).norm() / size).item()
         assert of_ours < 0.12, (name, of_ours)
         # Both round to 8 bits; torch's norms on a CPU add their weights' gradients in 16 bits.
-        assert between < (0.1 if "norm" in name else 0.04), (name, between)
+        assert between < (0.15 if "norm" in name else 0.04), (name, between)
         assert of_ours < 1.2 * of_plain + 1e-3, (name, of_ours, of_plain)
 
 
