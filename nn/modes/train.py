@@ -11,11 +11,12 @@ import torch
 
 from configs.messages import on_one_line
 from configs.schema import Config
-from dataloading.lineage import FORGOTTEN
+from dataloading.lineage import FORGOTTEN, FORGOTTEN_BEFORE
 from dataloading.loader import Loader
 from dataloading.stream_source import StreamSource
 from nn.build import TRAIN_SPLIT, model_spec
 from nn.checkpoint.directory import CHECKPOINTS, DELTAS
+from nn.checkpoint.forgetting import all_forgotten
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
 from nn.checkpoint.run_facts import DAY_FACTS
@@ -279,9 +280,9 @@ def _checkpoint_manager(
 
 
 def _run_facts(session: Session) -> dict[str, Any]:
-    config, source = session.config, session.source
-    facts = facts_of(config, model_spec(config, source), session.ranks)
-    return facts | {DAY_FACTS: session.start.day.facts()}
+    config, start = session.config, session.start
+    facts = facts_of(config, model_spec(config, session.source), session.ranks)
+    return facts | {DAY_FACTS: start.day.facts(), FORGOTTEN_BEFORE: all_forgotten(start.facts)}
 
 
 def _delta_saving(
