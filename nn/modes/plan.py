@@ -72,12 +72,9 @@ def show_plan(config: Config, config_yaml: str) -> None:
     if description is not None:
         print_model(console, description)
     if hardware.device_type == "cuda":
+        size, states = hardware.world_size, dense_states(config)
         needed = partial(
-            plan_memory,
-            spec=source.spec,
-            plan=rows,
-            world_size=hardware.world_size,
-            dense_states=dense_states(config),
+            plan_memory, spec=source.spec, plan=rows, world_size=size, dense_states=states
         )
         memory = needed(config)
         fits = max(rank.total for rank in memory) <= hardware.hbm_bytes

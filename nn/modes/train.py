@@ -100,13 +100,9 @@ def open_training(
             deltas = _delta_saving(session, heartbeat, mirror)
             saving.manager.check_room()
         evaluator = session.evaluator(heartbeat)
-        time_left = _time_left(session, evaluator, last_step, saving)
+        left = _time_left(session, evaluator, last_step, saving)
         progress = Progress(
-            session.console,
-            session.metrics,
-            last_step,
-            start_step=start.num_steps,
-            time_left=time_left,
+            session.console, session.metrics, last_step, start_step=start.num_steps, time_left=left
         )
         stack.enter_context(progress)
         state = _loop_state(start)
@@ -159,12 +155,9 @@ def _loop_state(start: ResumePoint) -> LoopState:
     """Return what the loop begins with: the state in a checkpoint of its own, or a new one."""
     if start.is_continuation:
         return LoopState.of_facts(start.loop, start.num_steps, start.day)
-    return LoopState(
-        num_steps=start.num_steps,
-        first_step=start.num_steps,
-        day=start.day,
-        origin=Origin.NEW if start.path is None else Origin.RESTORED,
-    )
+    origin = Origin.NEW if start.path is None else Origin.RESTORED
+    steps = start.num_steps
+    return LoopState(num_steps=steps, first_step=steps, day=start.day, origin=origin)
 
 
 @contextmanager
@@ -268,14 +261,9 @@ def _checkpoint_manager(
     directory = session.recorder.run_dir / CHECKPOINTS
 
     ranks.run_on_rank0(partial(tidy, directory, start, config.checkpoint.keep))
+    run = SavedRun(_run_facts(session), session.source.spec, mirror)
     return CheckpointManager(
-        directory,
-        session.step,
-        SavedRun(_run_facts(session), session.source.spec, mirror),
-        config.checkpoint,
-        ranks,
-        session.logger,
-        heartbeat,
+        directory, session.step, run, config.checkpoint, ranks, session.logger, heartbeat
     )
 
 
@@ -301,14 +289,9 @@ def _delta_saving(
         rows = {name: tensors[f"tables.{name}.weight"].size[0] for name in session.step.table_names}
         forgotten = start.facts.get(FORGOTTEN, {})
         run = replace(run, start=link, start_rows=rows, forgotten=forgotten)
+    directory, step, logger = session.recorder.run_dir / DELTAS, session.step, session.logger
     writer = DeltaWriter(
-        session.recorder.run_dir / DELTAS,
-        session.step.tables,
-        session.step.dense_weights,
-        run,
-        config.checkpoint,
-        ranks,
-        session.logger,
+        directory, step.tables, step.dense_weights, run, config.checkpoint, ranks, logger
     )
     day = start.day
     # Also if the run was killed before the first delta of the day.
