@@ -22,8 +22,8 @@ OF_FIT = "fitted_vocabularies"
 """Checksums of these, by feature."""
 BEFORE_FORGETTING = "files_before_forgetting"
 """Records of files from which values were removed (`preproc.forgetting`) as they were: ids mean the same, so identities stay."""
-FORGOTTEN = "forgotten"
-"""Entry of a checkpoint and of an exported model with the numbers of rows that were overwritten, by table."""
+FORGOTTEN, FORGOTTEN_BEFORE = "forgotten", "forgotten_before"
+"""Entries of a checkpoint or model with rows that were overwritten, by table: in it, and in checkpoints that led to it."""
 HEX = re.compile("[0-9a-f]{64}")
 
 

@@ -155,6 +155,13 @@ def _check_groups(group_size: int | None, world_size: int, local_world_size: int
         )
 
 
+def planned_device(config: Config) -> str:
+    """Return the kind of the devices that `mode=plan` plans for; GPUs need not exist."""
+    has_gpu = torch.cuda.is_available() or config.sharding.hbm_gib is not None
+    on_gpu = config.device is Device.cuda or (config.device is Device.auto and has_gpu)
+    return "cuda" if on_gpu else "cpu"
+
+
 def planned_hardware(config: Config) -> Hardware:
     """Describe the hardware of `mode=plan`: ranks and GPUs need not exist; ValueError for nodes of unequal size."""
     started, started_local = launched_world()
@@ -167,9 +174,7 @@ def planned_hardware(config: Config) -> Hardware:
             f"sharding.world_size={world_size} is no multiple of sharding.local_world_size={local}; "
             "all nodes must run equally many ranks"
         )
-    has_gpu = torch.cuda.is_available() or config.sharding.hbm_gib is not None
-    on_gpu = config.device is Device.cuda or (config.device is Device.auto and has_gpu)
-    return hardware_of(config, "cuda" if on_gpu else "cpu", world_size, local)
+    return hardware_of(config, planned_device(config), world_size, local)
 
 
 def build_plan(

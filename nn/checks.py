@@ -6,7 +6,7 @@ import torch
 from configs.schema import Config, Fp8, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.dataset.source import Source
-from nn.build import TRAIN_SPLIT, Loaders, device_type, open_source, planned_hardware
+from nn.build import TRAIN_SPLIT, Loaders, device_type, open_source, planned_device
 from nn.distributed.process_group import Ranks, launcher_restarts
 from nn.embedding.optimizer import check_table_rule, table_rule
 from nn.embedding.pretrained import check_pretrained
@@ -91,7 +91,7 @@ def check_optimizers(config: Config) -> None:
     if rule.kernel is not None:
         return
     is_plan = config.mode is Mode.plan
-    if (planned_hardware(config).device_type if is_plan else device_type(config)) == "cuda":
+    if (planned_device(config) if is_plan else device_type(config)) == "cuda":
         raise ValueError(
             f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"
         )

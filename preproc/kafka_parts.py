@@ -5,11 +5,13 @@ was killed: no message is lost, and none comes twice.
 """
 
 import json
+import re
 import shutil
 import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ from configs.preproc_schema import OnBad, PreprocConfig, topic_of
 from configs.table_schema import TableConfig
 from dataloading.dataset.dataset_directory import write_spec
 from dataloading.dataset.documents import read_yaml
-from dataloading.dataset.durable_files import exclusive, put_in_place
+from dataloading.dataset.durable_files import exclusive, put_in_place, replace_text
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.stream_source import OFFSETS
 from preproc.report.console import Progress
@@ -45,8 +47,8 @@ THEN CAST(to_json(json_keys(json_)) AS VARCHAR) END
 FROM (SELECT try_cast(try(decode(line_)) AS JSON) AS json_ FROM (SELECT unnest(?::BLOB[]) AS line_))
 """
 """Names in a line; null if the reader of tables does not take it: with a name twice or empty, or deeper than 127."""
-Lines = tuple[list[bytes], list[str]]
-"""JSON objects, and where the other messages are, and why they are none of the table."""
+Lines = tuple[dict[str, bytes], list[str]]
+"""JSON objects by where they are, and where the other messages are, and why they are none of the table."""
 
 
 def follow_topic(config: PreprocConfig) -> None:
@@ -198,7 +200,7 @@ def _lines_of(config: PreprocConfig, messages: "list[Message]") -> Lines:
         raise ValueError(
             f"{config.source}, {others[0]}; correct what sends them, and set on_bad=skip to leave them out"
         )
-    return [*compress(lines.values(), (names not in reasons for names in found))], others
+    return dict(compress(lines.items(), (names not in reasons for names in found))), others
 
 
 def _mistakes(found: list[str | None]) -> dict[str | None, str]:
@@ -224,7 +226,7 @@ def _write_part(config: PreprocConfig, path: Path, lines: Lines, begins: dict[st
     source, part = str(work / "messages.jsonl"), work / path.name
     objects, others = lines
     with open(source, "wb") as stream:
-        stream.writelines(line + b"\n" for line in objects)
+        stream.writelines(line + b"\n" for line in objects.values())
     if not objects:
         raise NoRowsError("the messages have no values")
     table = TableConfig.of(config.table)
@@ -233,10 +235,18 @@ def _write_part(config: PreprocConfig, path: Path, lines: Lines, begins: dict[st
         for name, of in table.sources.items()
     }
     of_part = replace(config, source=source, output=str(part), plot=False)
-    build_table(of_part, replace(table, sources=sources), Progress(Console(quiet=True)))
+    # Rows are named by the file, which nobody sees.
+    places, row = [*objects], re.compile(rf"{re.escape(source)}(?:, row |\t)(\d+)(?:: |\t)")
+    placed = partial(row.sub, lambda found: f"{places[int(found[1]) - 1]}: ")
+    try:
+        build_table(of_part, replace(table, sources=sources), Progress(Console(quiet=True)))
+    except ValueError as error:
+        if row.match(str(error)) is None:
+            raise
+        raise ValueError(f"{config.source}, {placed(str(error))}") from None
     if config.on_bad is OnBad.quarantine:
-        with (part / "bad_rows.tsv").open("a", encoding="utf-8") as stream:
-            stream.writelines(f"{other}\n" for other in others)
+        rows = placed((part / "bad_rows.tsv").read_text("utf-8"))
+        replace_text(part / "bad_rows.tsv", rows + "".join(f"{other}\n" for other in others))
     spec = FeatureSpec.load(part)
     write_spec(replace(spec, metadata=spec.metadata | {OFFSETS: begins}), part)
     put_in_place(part, path)

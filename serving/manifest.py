@@ -113,17 +113,13 @@ class Sequence:
     @property
     def group(self) -> SequenceGroup:
         """The same as a dataset has it. Raises ValueError: it can be no group."""
-        columns = [
+        columns = tuple(
             EventColumn(name, np.dtype(np.int64 if name == self.time else np.float32))
             for name in self.numbers
-        ]
+        )
+        features = tuple(self.features)
         return SequenceGroup(
-            self.name,
-            tuple(self.features),
-            self.max_length,
-            tuple(columns),
-            self.time,
-            weight=self.weight,
+            self.name, features, self.max_length, columns, self.time, weight=self.weight
         )
 
 

@@ -65,17 +65,8 @@ def run_sweep(config: SweepConfig, console: Console, start: Start | None = None)
         if study.has_more():
             # It shows that a sweep is complete, and this one is not.
             (directory / SWEEP).unlink(missing_ok=True)
-        driver = Driver(
-            directory,
-            config,
-            space,
-            plan,
-            study,
-            slots,
-            partial(print_line, console),
-            start_on_same_data,
-        )
-        driver.run()
+        say = partial(print_line, console)
+        Driver(directory, config, space, plan, study, slots, say, start_on_same_data).run()
         _conclude(directory, study, plan, space, slots, console, start_on_same_data)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from configs.options import refuse, require
 from dataloading.dataset.documents import read_yaml
 
 COMMITTED = Path(__file__).parents[1] / "configs" / "sweep_spaces"
+FLOAT = re.compile(r"[+-]?(?=\d*[.eE])(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 RANGE_FIELDS = {"low", "high", "log", "step"}
 SET_BY_THE_SWEEP = (
     *("run_dir", "mode", "recipe", "config", "eval.split", "eval.best_metric", "data.path"),
@@ -137,9 +139,11 @@ def as_plain(space: Space) -> dict[str, Any]:
 
 def _parsed(where: str, values: Any) -> Values:
     if isinstance(values, list):
+        values = _as_numbers(values)
         texts = tuple(written(value) for value in values)
         require(bool(texts), f"{where} has no choices; name at least one")
-        require(len(set(texts)) == len(texts), f"{where} has a choice twice: {', '.join(texts)}")
+        different = {written(v, lambda x: repr(int(x) if x.is_integer() else x)) for v in values}
+        require(len(different) == len(texts), f"{where} has a choice twice: {', '.join(texts)}")
         return CategoricalDistribution(texts)
     require(
         isinstance(values, dict),
@@ -175,13 +179,15 @@ def _parsed(where: str, values: Any) -> Values:
     return found
 
 
+def _as_numbers(value: Any) -> Any:
+    """Return what the command line reads: yaml takes 1e-2 for a text, since its numbers need a point."""
+    if isinstance(value, list):
+        return [_as_numbers(item) for item in value]
+    return float(value) if isinstance(value, str) and FLOAT.fullmatch(value) else value
+
+
 def _number(where: str, value: Any) -> int | float:
-    # yaml reads 1e-3 as a text: its numbers need a point.
-    if isinstance(value, str):
-        try:
-            value = float(value)
-        except ValueError:
-            value = None
+    value = _as_numbers(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     require(is_number and math.isfinite(value), f"{where} must be a number, got {shown(value)}")
     return value

@@ -144,9 +144,7 @@ class Study:
             return self._own_values
         if self._takes_each:
             return next(self._untried())
-        if not is_model_based:
-            return None
-        if config.sampler is Sampler.tpe:
+        if config.sampler is not Sampler.gp:
             return None
         values = None
         if number > len(space):  # those before are spread evenly

@@ -8,14 +8,15 @@ zero bytes has the value 0, or the seed's weights in the file of a table that la
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dataloading.dataset.durable_files import edited_copy, write_synced
 from dataloading.keys.rekeyed import KEYS
-from dataloading.lineage import FORGOTTEN
+from dataloading.lineage import FORGOTTEN, FORGOTTEN_BEFORE
 from nn.checkpoint.directory import write_facts
 from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import (
@@ -69,11 +70,16 @@ def forget_rows(saved: SavedModel, rows: Mapping[str, np.ndarray]) -> None:
 
 
 def noted_rows(
-    noted: Mapping[str, Sequence[int]], rows: Mapping[str, np.ndarray]
+    noted: Mapping[str, Sequence[int]], rows: Mapping[str, Iterable[int]]
 ) -> dict[str, Sequence[int]]:
     """Return a note (`FORGOTTEN`) with further rows, ascending."""
-    more = {name: sorted({*noted.get(name, ()), *some.tolist()}) for name, some in rows.items()}
+    more = {name: sorted({*noted.get(name, ()), *map(int, of)}) for name, of in rows.items()}
     return {**noted, **more}
+
+
+def all_forgotten(facts: Mapping[str, Any]) -> dict[str, Sequence[int]]:
+    """Return the note of a checkpoint with those of the checkpoints that its run has continued."""
+    return noted_rows(facts.get(FORGOTTEN_BEFORE, {}), facts.get(FORGOTTEN, {}))
 
 
 def _has_rows(kind: str, prefix: str, tensor: StoredTensor, saved: SavedModel) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from configs.messages import shown
-from dataloading.lineage import FORGOTTEN
+from dataloading.lineage import FORGOTTEN, FORGOTTEN_BEFORE
 from nn.checkpoint.tensor_index import check_plain_name
 
 MAX_COUNT = 2**62
@@ -79,6 +79,7 @@ _CHECKS: dict[str, tuple[Check, str]] = {
     "trainer": (_of(dict), "the state of the training loop"),
     DAY_FACTS: (_of(dict), "the day of the run"),
     FORGOTTEN: (_mapping_to(_list_of(is_count)), "numbers of rows"),
+    FORGOTTEN_BEFORE: (_mapping_to(_list_of(is_count)), "numbers of rows"),
 }
 _DAY: dict[str, tuple[Check, str]] = {
     "number": (is_count, "the number of a day"),

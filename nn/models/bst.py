@@ -23,6 +23,8 @@ class BST(SequenceModel):
 
     Options = BSTOptions
     tokens_per_sample = 1
+    # `append` keeps sample, source and flag of each token, and its time.
+    bytes_per_event = 8 + 8 + 1 + 4
 
     def __init__(self, options: BSTOptions, spec: FeatureSpec) -> None:
         super().__init__(options, spec)
@@ -38,7 +40,7 @@ class BST(SequenceModel):
         target = pad(item, (0, self.inputs.columns - item.shape[1]))
         x, at = append(self.tokens(parts.vectors, events), target, events)
         if times is not None:
-            times, _ = append(times, times.new_zeros(item.shape[0]), events)
+            times = append(times, times.new_zeros(item.shape[0]), events)[0]
         for block in self.blocks:
             x = block(x, at, times)
         return self.logits(parts, self.pooling(x, at))

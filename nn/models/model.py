@@ -35,6 +35,8 @@ class Activations:
     backward_columns: int = 0  # additional columns kept for the backward pass
     # columns kept for the backward pass per event, by sequence group
     event_columns: dict[str, int] = field(default_factory=dict)
+    # bytes beside them, such as numbers of positions
+    event_bytes: dict[str, int] = field(default_factory=dict)
     # of `event_columns`, those of gradients, which are made when the layers behind the events keep nothing any more
     event_gradient_columns: dict[str, int] = field(default_factory=dict)
     event_gradient_bytes: int = 0  # of gradients made with those, whatever the number of events

@@ -28,7 +28,7 @@ class SequenceModel(Model):
     """Model that reads a candidate and the events of a sequence group.
 
     `blocks` are transformer blocks, of which `tokens_per_event` and `tokens_per_sample` are read: what they keep and compute
-    follows. `top` is the MLP behind them.
+    follows, and `bytes_per_event` beside them. `top` is the MLP behind them.
 
     Only products of candidate and events tell which events matter. Rows of tables begin near 0, and so do biases here: larger
     ones make a layer's output nearly the same for all rows, and products are learned late (benchmarks/README.md).
@@ -36,6 +36,7 @@ class SequenceModel(Model):
 
     tokens_per_event = 1
     tokens_per_sample = 0
+    bytes_per_event = 0
 
     def __init__(self, options: Any, spec: FeatureSpec) -> None:
         super().__init__()
@@ -85,6 +86,7 @@ class SequenceModel(Model):
         return Activations(
             backward_columns=self.tokens_per_sample * kept,
             event_columns={self.inputs.group.name: of_event},
+            event_bytes={self.inputs.group.name: self.bytes_per_event},
             products={"transformer": round(sum(block.flops(tokens) for block in blocks))},
         )
 

@@ -1,6 +1,6 @@
 """`mode=plan`: the plan of the tables and, for GPUs, the memory of a step.
 
-It opens a process group only if it was launched on the ranks that it plans for: their links are measured then.
+It opens a process group if it was launched on the ranks that it plans for, whose links are measured then, or on several nodes.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ import torch
 
 from configs.schema import Config
 from dataloading.dataset.source import Source
-from nn.build import checked_plan, id_share, model_spec, planned_hardware
+from nn.build import checked_plan, id_share, model_spec, planned_device, planned_hardware
 from nn.checks import check_chunks, open_checked
 from nn.distributed.link_rates import measured_rates
 from nn.distributed.process_group import (
@@ -42,15 +42,21 @@ from nn.step_floor import floor_of
 def show_plan(config: Config, config_yaml: str) -> None:
     """Plan for the requested ranks, and print the plan; with `run_dir` write it there too."""
     source, console = open_checked(config), make_console(process_rank())
+    device, (world_size, in_node), asked = planned_device(config), launched_world(), config.sharding
+    here = device if torch.cuda.is_available() else "cpu"
+    is_here = here == device and asked.world_size in (None, world_size)
+    is_here = is_here and asked.local_world_size in (None, in_node)
+    rates = None
+    if in_node < world_size or (is_here and world_size > 1):
+        # Before the plan, which a node of other ranks would refuse alone.
+        ranks = ranks_from_environment(here)
+        with process_group(ranks):
+            rates = measured_rates(ranks) if is_here else None
     hardware = planned_hardware(config)
     _, rows, disk_room = checked_plan(config, source, hardware)
     print_hardware(console, config, hardware)
-    has_devices = hardware.device_type == "cpu" or torch.cuda.is_available()
-    is_here = launched_world() == (hardware.world_size, hardware.local_world_size)
-    if hardware.world_size > 1 and has_devices and is_here:
-        ranks = ranks_from_environment(hardware.device_type)
-        with process_group(ranks):
-            print_rates(console, *measured_rates(ranks))
+    if rates is not None:
+        print_rates(console, *rates)
     run_dir = None if config.run_dir is None else Path(config.run_dir)
     floor_ms = None
     if hardware.device_type == "cuda" and any(row.has_arena for row in rows):
@@ -66,12 +72,9 @@ def show_plan(config: Config, config_yaml: str) -> None:
     if description is not None:
         print_model(console, description)
     if hardware.device_type == "cuda":
+        size, states = hardware.world_size, dense_states(config)
         needed = partial(
-            plan_memory,
-            spec=source.spec,
-            plan=rows,
-            world_size=hardware.world_size,
-            dense_states=dense_states(config),
+            plan_memory, spec=source.spec, plan=rows, world_size=size, dense_states=states
         )
         memory = needed(config)
         fits = max(rank.total for rank in memory) <= hardware.hbm_bytes

@@ -11,11 +11,12 @@ import torch
 
 from configs.messages import on_one_line
 from configs.schema import Config
-from dataloading.lineage import FORGOTTEN
+from dataloading.lineage import FORGOTTEN, FORGOTTEN_BEFORE
 from dataloading.loader import Loader
 from dataloading.stream_source import StreamSource
 from nn.build import TRAIN_SPLIT, model_spec
 from nn.checkpoint.directory import CHECKPOINTS, DELTAS
+from nn.checkpoint.forgetting import all_forgotten
 from nn.checkpoint.manager import CheckpointManager, SavedRun
 from nn.checkpoint.mirror import CheckpointMirror
 from nn.checkpoint.run_facts import DAY_FACTS
@@ -99,13 +100,9 @@ def open_training(
             deltas = _delta_saving(session, heartbeat, mirror)
             saving.manager.check_room()
         evaluator = session.evaluator(heartbeat)
-        time_left = _time_left(session, evaluator, last_step, saving)
+        left = _time_left(session, evaluator, last_step, saving)
         progress = Progress(
-            session.console,
-            session.metrics,
-            last_step,
-            start_step=start.num_steps,
-            time_left=time_left,
+            session.console, session.metrics, last_step, start_step=start.num_steps, time_left=left
         )
         stack.enter_context(progress)
         state = _loop_state(start)
@@ -158,12 +155,9 @@ def _loop_state(start: ResumePoint) -> LoopState:
     """Return what the loop begins with: the state in a checkpoint of its own, or a new one."""
     if start.is_continuation:
         return LoopState.of_facts(start.loop, start.num_steps, start.day)
-    return LoopState(
-        num_steps=start.num_steps,
-        first_step=start.num_steps,
-        day=start.day,
-        origin=Origin.NEW if start.path is None else Origin.RESTORED,
-    )
+    origin = Origin.NEW if start.path is None else Origin.RESTORED
+    steps = start.num_steps
+    return LoopState(num_steps=steps, first_step=steps, day=start.day, origin=origin)
 
 
 @contextmanager
@@ -267,21 +261,16 @@ def _checkpoint_manager(
     directory = session.recorder.run_dir / CHECKPOINTS
 
     ranks.run_on_rank0(partial(tidy, directory, start, config.checkpoint.keep))
+    run = SavedRun(_run_facts(session), session.source.spec, mirror)
     return CheckpointManager(
-        directory,
-        session.step,
-        SavedRun(_run_facts(session), session.source.spec, mirror),
-        config.checkpoint,
-        ranks,
-        session.logger,
-        heartbeat,
+        directory, session.step, run, config.checkpoint, ranks, session.logger, heartbeat
     )
 
 
 def _run_facts(session: Session) -> dict[str, Any]:
-    config, source = session.config, session.source
-    facts = facts_of(config, model_spec(config, source), session.ranks)
-    return facts | {DAY_FACTS: session.start.day.facts()}
+    config, start = session.config, session.start
+    facts = facts_of(config, model_spec(config, session.source), session.ranks)
+    return facts | {DAY_FACTS: start.day.facts(), FORGOTTEN_BEFORE: all_forgotten(start.facts)}
 
 
 def _delta_saving(
@@ -300,14 +289,9 @@ def _delta_saving(
         rows = {name: tensors[f"tables.{name}.weight"].size[0] for name in session.step.table_names}
         forgotten = start.facts.get(FORGOTTEN, {})
         run = replace(run, start=link, start_rows=rows, forgotten=forgotten)
+    directory, step, logger = session.recorder.run_dir / DELTAS, session.step, session.logger
     writer = DeltaWriter(
-        session.recorder.run_dir / DELTAS,
-        session.step.tables,
-        session.step.dense_weights,
-        run,
-        config.checkpoint,
-        ranks,
-        session.logger,
+        directory, step.tables, step.dense_weights, run, config.checkpoint, ranks, logger
     )
     day = start.day
     # Also if the run was killed before the first delta of the day.

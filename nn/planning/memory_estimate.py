@@ -374,7 +374,7 @@ class _RowBytes:
             gradients=step.sent_bytes * elements,
             sums=FP32_BYTES * elements,
             by_id=round(max(by_id, default=0)),
-            kept=columns * step.activation_bytes + beside,
+            kept=columns * step.activation_bytes + _sum_of(found.event_bytes, events) + beside,
             late=_sum_of(gradient_columns, events) * step.activation_bytes + beside,
         )
 

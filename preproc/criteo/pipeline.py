@@ -251,13 +251,9 @@ def _encode(run: _Run, counted: range) -> dict[str, EncodedColumn]:
             _shuffle(run)
         _view_non_hex(connection, run)
         workers = max(1, min(threads, spare // COLUMN_BYTES))
+        room = max(spare // 2 // workers - CHUNK_BYTES, 1 << 20)
         encoder = ColumnEncoder(
-            connection,
-            work.dataset,
-            splits,
-            counted,
-            config.frequency_limit,
-            max(spare // 2 // workers - CHUNK_BYTES, 1 << 20),
+            connection, work.dataset, splits, counted, config.frequency_limit, room
         )
         tasks = {
             name: partial(encoder, number, name, store.codes[name])

@@ -354,8 +354,8 @@ class Staging:
             return error
         return None
 
-    def refuse(self, error: QueryError) -> None:
-        """Raise ValueError that names the expression or the file for which a run of the query has failed."""
+    def refuse(self, error: QueryError, note: str = "") -> None:
+        """Raise ValueError that names the expression or the file for which a run of the query has failed; `note` on the first."""
         base = self._base()
         for name, files in self.sources.items():
             if self._unread(quoted(name)) is None:
@@ -367,11 +367,11 @@ class Staging:
                         f"{file.path}: {reason}; correct it, or write it again"
                     ) from None
         self._refuse_expression(
-            base, lambda query: bool(self._engine.rows(f"SELECT count(x_) FROM ({query})"))
+            base, lambda query: bool(self._engine.rows(f"SELECT count(x_) FROM ({query})")), note
         )
         for files in self.sources.values():
             refuse_damaged(files.files)
-        raise ValueError(f"table: {error}") from None
+        raise ValueError(f"table: {error}{note}") from None
 
     def _base(self) -> str:
         """Create the relations of the sources; return the query of the rows that expressions read."""
@@ -586,7 +586,7 @@ class Staging:
         counts = text(f"{group.name} has other numbers of items: ")
         return columns, [f"WHEN {unequal} THEN {counts} || {shown_sizes}", *lacking]
 
-    def _refuse_expression(self, base: str, works: Callable[[str], bool]) -> None:
+    def _refuse_expression(self, base: str, works: Callable[[str], bool], note: str = "") -> None:
         """Raise ValueError for the first expression for which `works` of its query is false or fails."""
         for item in self._expressions:
             reason = "not one expression"
@@ -595,7 +595,7 @@ class Staging:
                     continue
             except QueryError as error:
                 absent = re.match(r'Referenced column (".*) not found', str(error))
-                reason = f"no column {absent[1]}" if absent else f"{error}{_cast(error)}"
+                reason = f"no column {absent[1]}" if absent else f"{error}{_cast(error)}{note}"
             self._refuse_item(item, reason)
 
     def _refuse_item(self, item: _Expression, reason: str) -> NoReturn:

@@ -20,9 +20,10 @@ from configs.table_schema import (
 )
 from configs.transforms import is_served
 from dataloading.dataset.feature_spec import FeatureSpec
-from dataloading.lineage import FITTED, FORGOTTEN, Lineage
+from dataloading.lineage import FITTED, Lineage
 from dataloading.row_sql import COLUMN, columns_of, of_utc, unserved
 from nn.checkpoint.compatibility import vocabulary_mismatch
+from nn.checkpoint.forgetting import all_forgotten
 from nn.checkpoint.run_facts import DAY_FACTS
 from nn.embedding.declared_tables import table_name
 from preproc.fitted_state import AGAIN, IS_TEXT, FittedState, load_fitted, vocabulary_name
@@ -71,11 +72,11 @@ def write_raw_values(
             f"the model {problem}; name the one that was fitted for it instead of fitted={fitted}"
         )
     (directory / VOCABULARY).mkdir()
-    vocabularies = {}
+    vocabularies, forgotten = {}, all_forgotten(facts)
     for feature in table.categorical:
         if not (feature.is_hashed or feature.vocabulary_of):
             file = f"{VOCABULARY}/{quote(feature.name, safe='')}.bin"
-            gone = facts.get(FORGOTTEN, {}).get(f"tables.{table_name(feature.name)}", [])
+            gone = forgotten.get(f"tables.{table_name(feature.name)}", [])
             size = write_vocabulary(directory / file, _values(state, feature.name, gone))
             vocabularies[feature.name] = file, size
     inputs = _Inputs(state, vocabularies)

@@ -14,6 +14,7 @@ from dataloading.dataset.durable_files import new_output, write_synced
 from dataloading.dataset.source import Source
 from dataloading.lineage import FORGOTTEN
 from nn.build import open_source, stored_key_maps
+from nn.checkpoint.forgetting import all_forgotten
 from nn.checkpoint.saved import SavedModel
 from nn.deltas.delta import CHAIN
 from nn.embedding.declared_tables import Tables, embedding_columns, hands_out_rows
@@ -178,7 +179,8 @@ def _write_manifest(directory: Path, manifest: Manifest, proof: dict[str, Any]) 
 
 def _manifest(trained: Trained, options: ModelExportConfig, tables: list[Table]) -> Manifest:
     """Return the manifest without raw values and raw keys."""
-    spec, config, facts = trained.source.spec, trained.config, trained.saved.facts
+    spec, config, saved = trained.source.spec, trained.config, trained.saved
+    facts = saved.facts | {FORGOTTEN: all_forgotten(saved.facts)}
     return Manifest(
         name=options.name or config.model.name.rpartition(":")[2],
         model=config.model.name,
@@ -201,7 +203,7 @@ def _manifest(trained: Trained, options: ModelExportConfig, tables: list[Table])
             if any(hands_out_rows(table, spec) for table in trained.tables)
         ],
         source={
-            "checkpoint": trained.saved.path.name,
+            "checkpoint": saved.path.name,
             "step": facts["num_steps"],
             "seed": config.seed,
             "feature_spec": facts["feature_spec"],

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import time
+from unittest.mock import patch
 
 import pytest
 
@@ -14,7 +15,7 @@ from nn.distributed.errors import Rank0Error
 from nn.distributed.process_group import ranks_from_environment
 from nn.embedding.optimizer import table_rule
 from nn.observability.console import make_console
-from tests.helpers.command import run_command
+from tests.helpers.command import Ended, run_command
 from tests.helpers.composed import TINY, build, compose_config, losses_of_cases, ranks_of_cpu
 from tests.helpers.distributed import run_distributed
 from tests.nn.planning.test_planner import GIB, plan_mlperf, rows_of
@@ -92,6 +93,25 @@ def test_shards_are_on_the_ranks_of_the_plan():
         assert holders in NODES
         shards = [on_rank[rank] for rank in sorted(holders)]
         assert shards == [(0, first), (first, num_embeddings - first)]
+
+
+@pytest.mark.parametrize("others", [[], ["sharding.world_size=8", "sharding.local_world_size=4"]])
+def test_nodes_of_unequally_many_ranks_plan_nothing(others):
+    """The second node refused 3 ranks of 2 by itself, and the first one waited for its ranks without end."""
+    ended = run_distributed(planned_on_unequal_nodes, 3, [*case("sgd", "row_wise"), *others])
+    refusal = "error: the nodes have 1 to 2 ranks; start as many on every node (torchrun's --nproc-per-node)"
+    assert [(each.exit_code, each.out, each.err.strip()) for each in ended] == [
+        (2, "", refusal),
+        (2, "", refusal),
+        (2, "", ""),
+    ]
+
+
+def planned_on_unequal_nodes(overrides: list[str]) -> Ended:
+    """Return what a rank prints on nodes of one rank and of two."""
+    local_rank, in_node = [(0, 1), (0, 2), (1, 2)][int(os.environ["RANK"])]
+    with patch.dict(os.environ, LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(in_node)):
+        return run_command(*overrides, "mode=plan", "train.batch_size=48")
 
 
 @pytest.mark.parametrize("local_world_size", [2, 8])

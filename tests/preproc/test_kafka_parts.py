@@ -189,7 +189,8 @@ def test_a_message_that_is_gone_or_no_row_ends_the_command(topic):
     topic.producer.flush(30)
     ended = topic.follow_to_the_end()
     assert ended.exit_code == 2
-    assert "messages.jsonl" in ended.out
+    told = f"error: {topic.source}, partition 0, offset 5: the label is 2, wanted 0 or 1; correct"
+    assert told in " ".join(ended.out.split())
     ended = topic.follow_to_the_end("on_bad=skip", source=topic.source.replace("clicks", "cliks"))
     assert ended.exit_code == 2
     # Another broker has fewer messages, or partitions.
@@ -257,10 +258,10 @@ def test_messages_that_the_table_cannot_hold_are_left_out(topic):
     assert "6 rows of 9 messages, 1 of them left out" in " ".join(ended.out.split())
     (bad,) = topic.parts.glob("clicks-*/bad_rows.tsv")
     failed, unlabelled, renamed = bad.read_text().splitlines()
-    assert failed.endswith(
-        "\t4\ttable.numerical: 'number': expression 'CAST(number AS DOUBLE)' fails for x"
+    assert failed == (
+        "partition 0, offset 4: table.numerical: 'number': expression 'CAST(number AS DOUBLE)' fails for x"
     )
-    assert unlabelled.endswith("\t5\tthe label is missing")
+    assert unlabelled == "partition 0, offset 5: the label is missing"
     assert renamed == (
         'partition 0, offset 3: \'User\' is \'user\' in other messages: {"User": "u", "click": 1}'
     )

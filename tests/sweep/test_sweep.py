@@ -29,7 +29,7 @@ from sweep.driver import StoppedSweepError
 from sweep.plan import _Composition
 from sweep.proposals import final_values, promising_values, spread_values
 from sweep.run import run_sweep
-from sweep.space import as_override, grid_of, read_space
+from sweep.space import allows, as_override, grid_of, read_space
 from sweep.study import ReachPruner
 from sweep.trial import Ending, RunningTrial
 from tests.helpers.command import hydra_that_reads_once
@@ -391,6 +391,9 @@ def test_data_that_changed_end_a_sweep(space, output, tmp_path):
         ("{}", "the space is empty"),
         ("seed: []", "seed has no choices"),
         ("seed: [1, 1]", "seed has a choice twice"),
+        ("optimizer.lr: [0.01, 1e-2]", "optimizer.lr has a choice twice: 0.01, 0.01"),
+        ("optimizer.lr: [1, 1.0]", "optimizer.lr has a choice twice: 1, 1.0"),
+        ("model.bottom_mlp: [[1e1, 8], [10, 8]]", "model.bottom_mlp has a choice twice"),
         ("optimizer.lr: {low: 0.1, high: 0.2, step: 1}", "a step of 1 leaves only 0.1 of 0.1 to 0.2"),
         ("seed: 3", "got 3, want a list of choices, or {low: .., high: ..}"),
         ("seed: {low: 1}", "seed needs low and high"),
@@ -489,6 +492,14 @@ def test_a_step_may_be_as_long_as_its_range(space):
         {"optimizer.lr": 0.1},
         {"optimizer.lr": 0.3},
     ]
+
+
+def test_numbers_of_choices_may_be_written_without_a_point(space):
+    """Yaml reads texts, so that the recipe's own value, 0.02, was none of them."""
+    space.write_text("optimizer.lr: [2e-2, .5]\nmodel.bottom_mlp: [[1e1, '8', 3]]\n")
+    found = read_space(str(space))[1]
+    assert [values.choices for values in found.values()] == [("0.02", "0.5"), ("[10.0,8,3]",)]
+    assert allows(found["optimizer.lr"], 0.02)
 
 
 def test_the_committed_space_is_that_of_the_sample():

@@ -1,5 +1,6 @@
 """Phase of the rows: those of the query are numbered and stored, without the bad ones, which are refused or kept apart."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from os.path import normpath
 from pathlib import Path
@@ -17,6 +18,7 @@ from preproc.table.staging import Staging
 from preproc.work_directory import first_line
 
 REJECTED = "rejected.tsv"
+NOT_LEFT_OUT = " (on_bad leaves out rows whose expression fails, by DuckDB and not within table.query; try_cast gives null)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +92,7 @@ def _number_all(journal: Journal, path: Path) -> SourceFacts:
         notes = [f"raw values cannot be served: {why}" for why in unserved]
         for note in notes + staging.notes_of_query():
             journal.progress.say(f"note: {note}")
-    try:
-        journal.engine.stage(staging.rows, path)
-    except QueryError as error:
-        try:
-            if journal.config.on_bad is OnBad.fail:
-                raise
-            staging.leave_out_failing()
-            journal.engine.stage(staging.rows, path)
-        except QueryError:
-            staging.refuse(error)
+    without_failing(journal, staging, lambda: journal.engine.stage(staging.rows, path))
     if journal.engine.num_ties:
         journal.progress.say(
             f"note: {journal.engine.num_ties:,} rows have the same table.order_by as the row before, so their order is by "
@@ -113,6 +106,21 @@ def _number_all(journal: Journal, path: Path) -> SourceFacts:
         absent=sorted({*journal.table.row_numbers} - {*staging.table.row_numbers}),
         rejected=_write_rejected(journal),
     )
+
+
+def without_failing(journal: Journal, staging: Staging, write: Callable[[], None]) -> None:
+    """Write rows; where some fail and `on_bad` is not fail, again with those as bad ones. ValueError: that cannot be."""
+    is_lenient = journal.config.on_bad is not OnBad.fail
+    try:
+        write()
+    except QueryError as error:
+        try:
+            if not is_lenient:
+                raise
+            staging.leave_out_failing()
+            write()
+        except QueryError:
+            staging.refuse(error, NOT_LEFT_OUT * is_lenient)
 
 
 def _checked_sources(journal: Journal) -> Staging:

@@ -23,7 +23,7 @@ from preproc.table.known_values import refuse_other_numbers
 from preproc.table.pipeline.categoricals import EncodedFeature
 from preproc.table.pipeline.journal import Journal
 from preproc.table.pipeline.order import Ordered
-from preproc.table.pipeline.rows import where_in_source
+from preproc.table.pipeline.rows import where_in_source, without_failing
 from preproc.table.source_files import read_columns
 from preproc.table.staging import Staging
 
@@ -182,7 +182,9 @@ def _stage_events(journal: Journal, number: int, five: dict[str, str]) -> str:
             refuse_other_numbers(staging.five, five)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        journal.engine.number(staging.query, ["file_", "order_"], path)
+        order = ["file_", "order_"]
+        number = journal.engine.number
+        without_failing(journal, staging, lambda: number(staging.query, order, path))
         _, files = journal.sources[log.source]
         named = {str(file.path) for file in files}
         lines = {item[:3] for item in journal.engine.rejected() if item[0] in named}

@@ -426,6 +426,16 @@ def test_rows_for_which_an_expression_fails_are_bad(tmp_path, people, query):
     assert json.loads((tmp_path / "out/report.json").read_text())["rows"]["bad"] == 3
 
 
+def test_a_failing_cast_of_the_query_is_no_row_to_skip(tmp_path, people):
+    people.write_text(people.read_text().replace("1,50,", "1,old,"))
+    more = {"numerical": ["years"], "order_by": ["order_"]}
+    more["query"] = "SELECT *, CAST(age AS INT) AS years FROM people"
+    with pytest.raises(Refused, match=r"Could not convert string 'old' .* try_cast gives null"):
+        build(tmp_path / "out", described(people, **more), "on_bad=skip")
+    more["query"] = more["query"].replace("CAST", "try_cast")
+    assert build(tmp_path / "out", described(people, **more), "on_bad=skip")
+
+
 @pytest.mark.parametrize("first", ["people", "homes"])
 def test_bad_lines_of_several_sources_are_in_the_order_of_the_sources(tmp_path, people, first):
     lines = people.read_text().splitlines()

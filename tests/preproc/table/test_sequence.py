@@ -327,6 +327,12 @@ def test_events_of_another_source(tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "'views': 1 lines cannot be read and are left out" in printed
     assert "'views': 1 bad rows are left out" in printed
+    # Also one for which an expression fails.
+    table["sequence"] = [log | {"numbers": [number]}]
+    build(tmp_path / "failing", table, "on_bad=skip")
+    assert "'views': 1 bad rows are left out" in " ".join(capsys.readouterr().out.split())
+    slices = [tmp_path / name / "train/past.slices.bin" for name in ("failing", "skipped")]
+    assert slices[0].read_bytes() == slices[1].read_bytes()
     (tmp_path / "v1.csv").write_text("y,user,item,time,rating\n1,u,a,7,5\n")
     table["sources"]["views"] = {"files": str(tmp_path / "v1.csv")}
     with pytest.raises(Refused, match=r"'past': source 'views': .*shop"):

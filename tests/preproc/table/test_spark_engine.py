@@ -322,6 +322,20 @@ def test_a_bad_row_is_reported(tmp_path, spark):
         preproc("dataset=any", f"table={_hydra(table)}", f"output={tmp_path / 'o'}", "engine=spark")
 
 
+def test_a_failing_cast_is_no_row_to_skip(tmp_path, spark):
+    source = write_lines(tmp_path / "t.csv", ["y,c", "1,3", "0,x"])
+    table = {
+        "sources": {"t": {"files": str(source)}},
+        "label": {"name": "y"},
+        "categorical": [{"name": "c", "expression": "CAST(c AS INT)"}],
+    }
+    options = ["dataset=any", f"output={tmp_path / 'o'}", "engine=spark", "on_bad=skip"]
+    with pytest.raises(Refused, match=r"'c': .*CAST_INVALID.* by DuckDB .*try_cast gives null"):
+        preproc(*options, f"table={_hydra(table)}")
+    table["categorical"][0]["expression"] = "try_cast(c AS INT)"
+    preproc(*options, f"table={_hydra(table)}")
+
+
 def test_a_type_that_spark_does_not_read_is_reported(tmp_path, spark):
     path = tmp_path / "t.parquet"
     pq.write_table(pa.table({"y": [0, 1], "c": np.array([1, 2], np.float16)}), path)

@@ -119,11 +119,26 @@ def test_keys_leave_checkpoints_models_and_the_deltas_that_follow(data, served, 
         trained(data, served / "run", 6, *DELTAS)
     assert not keys_of(served / "run", 6)[rows].all(), "the batch has not filled all rows again"
     deltas, step = [str(served / "run/deltas")], served / "run/checkpoints/step_6"
+    step_7 = step.with_name("step_7")
     manifest, _ = apply_deltas(served / "follower", deltas, served / "followed")
     wanted = export(step, served / "wanted", dtype=TableType.int8, rows=8)
-    for name, state in wanted.files.items():
-        if name.startswith(("tables/", "keys/")):
-            assert manifest.files[name] == state, name
+    assert files_of(manifest) == files_of(wanted)
+    # The note stays, and the delta after that one does not take the keys again from rows that others have got.
+    refilled = keys_of(served / "run", 6)[rows].any()
+    assert refilled or sharding
+    trained(data, served / "run", 7, *DELTAS)
+    for step in (6, 7):
+        facts = read_facts(served / f"run/checkpoints/step_{step}")
+        assert "forgotten" not in facts
+        assert set(rows.tolist()) <= set(facts["forgotten_before"]["keys.user"])
+    manifest, _ = apply_deltas(served / "follower", deltas, served / "further")
+    wanted = export(step_7, served / "wanted_7", dtype=TableType.int8, rows=8)
+    assert files_of(manifest) == files_of(wanted)
+
+
+def files_of(manifest: Manifest) -> dict:
+    """Return what the manifest records of each file of tables and keys."""
+    return {n: s for n, s in manifest.files.items() if n.startswith(("tables/", "keys/"))}
 
 
 TABLE = (
@@ -233,6 +248,15 @@ def test_ids_of_a_later_day_and_fits_of_another_one(tmp_path, capsys):
         apply_deltas(tmp_path / "models/1", deltas, tmp_path / "applied", str(copy))
     exported = export(last, tmp_path / "exported", fitted=str(second), rows=8)
     row = ids_of(copy, "user_id", ["customer-3"])["customer-3"]
+    assert row in exported.source["forgotten"]["tables.user_id"]
+    # Checkpoints that follow keep the note.
+    for steps in (2, 3):
+        more = ("train.epochs=9", f"train.max_steps={steps}", "checkpoint.delta_every=1")
+        train(tmp_path, second, *more)
+        later = tmp_path / f"run/checkpoints/step_{steps + 2}"
+        with pytest.raises(ValueError, match="forget removed; remove them there too"):
+            export(later, tmp_path / "later", fitted=str(copy), rows=8)
+    exported = export(later, tmp_path / "later", fitted=str(second), rows=8)
     assert row in exported.source["forgotten"]["tables.user_id"]
     applied, _ = apply_deltas(tmp_path / "models/1", deltas, tmp_path / "applied", str(second))
     assert applied.source["forgotten"] == {"tables.user_id": [row]}
