@@ -188,12 +188,19 @@ class Staging:
 
     @property
     def rows(self) -> StagedRows:
-        features = self.table.categorical
+        features = {f"c{i}": feature for i, feature in enumerate(self.table.categorical)}
+        single = {
+            f.name: c for c, f in features.items() if not (f.expression or f.cross or f.is_list)
+        }
+        crosses = {
+            c: [single.get(name, "") for name in f.cross] for c, f in features.items() if f.cross
+        }
         return StagedRows(
             self.query,
             self.order_by,
-            {f"c{i}": feature.is_list for i, feature in enumerate(features)},
+            {column: feature.is_list for column, feature in features.items()},
             self._plain,
+            {column: parts for column, parts in crosses.items() if all(parts)},
             [] if self.table.query else next(iter(self.sources.values())).files,
         )
 
