@@ -167,6 +167,7 @@ class DuckDBEngine:
             "SET preserve_insertion_order = true; "
             "CREATE MACRO hex_number(digits) AS CAST('0x' || digits AS BIGINT); "
             "CREATE MACRO text_order(value) AS encode(CAST(value AS VARCHAR)); "
+            "CREATE MACRO whole_number(value) AS CAST(floor(value) AS BIGINT); "
             "CREATE MACRO whole_seconds(time) AS try_cast(floor(epoch(time)) AS BIGINT); "
             "CREATE MACRO split_text(value, separator) AS string_split(value, separator)"
         )
