@@ -161,7 +161,7 @@ class NumericalRange:
         self.smallest = min(self.smallest, float(exact.min()))
         self.largest = max(self.largest, float(exact.max()))
         self.total += float(exact.sum())
-        self.total_square += float(exact @ exact)
+        self.total_square += float(np.square(exact).sum())  # `exact @ exact` would wake threads
 
 
 class Progress:

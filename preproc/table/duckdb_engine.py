@@ -63,6 +63,7 @@ class StagedRows:
     # names of the columns of categorical values, and whether these are lists
     values: Mapping[str, bool]
     plain: Mapping[str, str]
+    crosses: Mapping[str, list[str]]  # values that join those of other columns, by name
     files: list[RawFile]  # these files, in order
 
     @property
@@ -166,6 +167,7 @@ class DuckDBEngine:
             "SET preserve_insertion_order = true; "
             "CREATE MACRO hex_number(digits) AS CAST('0x' || digits AS BIGINT); "
             "CREATE MACRO text_order(value) AS encode(CAST(value AS VARCHAR)); "
+            "CREATE MACRO whole_number(value) AS CAST(floor(value) AS BIGINT); "
             "CREATE MACRO whole_seconds(time) AS try_cast(floor(epoch(time)) AS BIGINT); "
             "CREATE MACRO split_text(value, separator) AS string_split(value, separator)"
         )
@@ -258,8 +260,8 @@ class DuckDBEngine:
         schema = self.schema(query)
         for name in set(rows.order_by) - {"file_"}:
             schema = schema.remove(schema.get_field_index(name))
-        if dictionaries:
-            query = f"SELECT * EXCLUDE ({', '.join(dictionaries)}) FROM ({query})"
+        if found := [*dictionaries, *rows.crosses]:
+            query = f"SELECT * EXCLUDE ({', '.join(found)}) FROM ({query})"
         is_sorted = rows.order_by != SOURCE_ORDER
         has_order = not is_sorted
         if is_sorted:
@@ -284,7 +286,7 @@ class DuckDBEngine:
                 yield batch, texts.take(len(batch) if dictionaries else 0)
 
         with closing(stream):  # another query needs the connection, also after an error
-            write_coded(with_texts(), schema, rows.values, path, self._threads)
+            write_coded(with_texts(), schema, rows.values, path, self._threads, rows.crosses)
 
     def _counting_ties(
         self, batches: "Iterator[pa.RecordBatch]", keys: list[str]

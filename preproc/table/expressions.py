@@ -1,8 +1,8 @@
 """Transformations of table datasets, as the same SQL text for DuckDB and Spark.
 
 Where the two differ, each engine defines a function of the same name: `hex_number(text)`,
-`split_text(text, separator)`, and `text_order(text)`, whose order is that of the bytes of the text. Sums are over integers,
-so they do not depend on the order in which an engine adds.
+`split_text(text, separator)`, and `text_order(text)`, whose order is that of the bytes of the text. Sums are over integers
+(`whole_number(number)`), so they do not depend on the order in which an engine adds.
 
 Categorical values are compared as text. An empty text is missing, like null.
 """
@@ -151,7 +151,7 @@ def fixed_point_sums(expression: str, low: float, high: float, rows: str) -> str
     size = double((high - low) or 1.0)
     unit = f"(x - {double(low)}) / {size}"
     terms = (f"u * {double(FIXED_POINT)}", f"u * u * {double(FIXED_POINT)}")
-    sums = ", ".join(f"sum(CAST(floor({term}) AS DECIMAL(38, 0)))" for term in terms)
+    sums = ", ".join(f"sum(whole_number({term}))" for term in terms)
     return f"SELECT {sums} FROM (SELECT {unit} AS u FROM (SELECT {expression} AS x FROM {rows}))"
 
 

@@ -72,7 +72,9 @@ def written_alike(value: str) -> str:
 def note_of_twins(rows: Rows, counts: str, name: str) -> str | None:
     """Return a line on values of a feature that differ in blanks or in the writing of a number only; None without any."""
     alike = written_alike("value")
-    changed = f"SELECT value, {alike} AS alike FROM {counts} WHERE {alike} <> value"
+    # Any other value is as it would be written; this takes half the time of the regular expression.
+    may = "value LIKE '%.%' OR value LIKE '0%' OR value LIKE '+%' OR value LIKE '-%' OR trim(value) <> value"
+    changed = f"SELECT value, {alike} AS alike FROM {counts} WHERE ({may}) AND {alike} <> value"
     # The other writing is a value that does not change itself.
     twins = (
         "SELECT least(min(c.value), min(k.value)) AS one, greatest(max(c.value), max(k.value)) AS other, "

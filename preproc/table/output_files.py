@@ -75,24 +75,6 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         is_one = (self.directory / relation / RELATION_FILE).exists()
         return "" if is_one else f" ORDER BY {order_by}"
 
-    def _chunks(
-        self, relation: str, columns: str, rows: range, order_by: str = "row_"
-    ) -> Iterator[tuple[range, dict[str, np.ndarray]]]:
-        """Yield chunks of `rows` and their columns, and `row_`, in the order of `order_by`."""
-        files = self._files(relation)
-        in_order = self._in_order(relation, order_by)
-        # Several threads may read several relations.
-        with self._connection.cursor() as cursor:
-            for start in range(rows.start, rows.stop, CHUNK_ROWS):
-                stop = min(start + CHUNK_ROWS, rows.stop)
-                chunk = cursor.execute(
-                    f"SELECT row_, {columns} FROM read_parquet({files}) "
-                    f"WHERE row_ >= {start} AND row_ < {stop}{in_order}"
-                ).fetchnumpy()
-                # Of lists, a row of the dataset has several rows here.
-                _expect((np.diff(np.asarray(chunk["row_"])) >= 0).all(), relation)
-                yield range(start, stop), chunk
-
     def batches(
         self, relation: str, columns: list[str], rows: range | None = None
     ) -> Iterator["pa.RecordBatch"]:
@@ -102,14 +84,21 @@ class TableFiles(AbstractContextManager["TableFiles"]):
             if rows is None:
                 count = f"SELECT count(*) FROM read_parquet({files})"
                 rows = range(cursor.execute(count).fetchall()[0][0])
-            for start in range(rows.start, rows.stop, CHUNK_ROWS):
-                stop = min(start + CHUNK_ROWS, rows.stop)
-                found = cursor.sql(
-                    f"SELECT {', '.join(columns)} FROM read_parquet({files}) "
+            # One stream, but for what is sorted within memory.
+            step = CHUNK_ROWS if in_order else max(len(rows), 1)
+            for start in range(rows.start, rows.stop, step):
+                stop, found = min(start + step, rows.stop), 0
+                query = (
+                    f"SELECT {', '.join(columns)}, row_ FROM read_parquet({files}) "
                     f"WHERE row_ >= {start} AND row_ < {stop}{in_order}"
-                ).to_arrow_table()
-                _expect(len(found) == stop - start, relation)
-                yield from found.combine_chunks().to_batches()
+                )
+                with cursor.sql(query).to_arrow_reader(CHUNK_ROWS) as reader:
+                    for batch in reader:
+                        numbers = np.asarray(batch.column(len(columns)))
+                        _expect((np.diff(numbers, prepend=start + found - 1) == 1).all(), relation)
+                        found += len(batch)
+                        yield batch.select(list(range(len(columns))))
+                _expect(found == stop - start, relation)
 
     def write_row_columns(self, columns: Mapping[str, RowColumn]) -> dict[str, dict[str, LabelSum]]:
         """Write labels, weight and keep rate of relation `rows_`; return the sums of the labels per split."""
@@ -119,9 +108,8 @@ class TableFiles(AbstractContextManager["TableFiles"]):
             total = LabelSum(0, column.is_binary)
             file_name = column_file_name(labels, column)
             with RecordedFile(self.dataset, f"{split}/{file_name}") as file:
-                for part, chunk in self._chunks(self.rows_in, name, rows):
-                    values = np.asarray(chunk[name], column.stored)
-                    _expect(len(values) == len(part), name)
+                for batch in self.batches(self.rows_in, [name], rows):
+                    values = np.asarray(batch.column(0)).astype(column.stored)
                     total.add(values)
                     file.append(values)
             self.records |= file.record
@@ -169,11 +157,9 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         ranges = {name: NumericalRange() for name in names}
         for split, rows in self.splits.items():
             with RecordedFile(self.dataset, f"{split}/numerical.bin") as file:
-                for part, chunk in self._chunks(relation, ", ".join(columns), rows):
-                    del chunk["row_"]
-                    of_columns = [np.asarray(column) for column in chunk.values()]
+                for batch in self.batches(relation, columns, rows):
+                    of_columns = [np.asarray(column) for column in batch.columns]
                     values = stored_numericals(of_columns, dtype)
-                    _expect(len(values) == len(part), relation)
                     if not np.isfinite(values).all():
                         refuse()
                     file.append(values)
@@ -188,14 +174,21 @@ class TableFiles(AbstractContextManager["TableFiles"]):
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield ids of a relation (row_, id), of lists (row_, position_, id), as `ReadIds`."""
         order_by = "row_, position_" if is_list else "row_"
-        for part, chunk in self._chunks(relation, "id", rows, order_by):
-            lengths = np.zeros(0, np.int64)
-            if is_list:
-                inside = np.asarray(chunk["row_"]) - part.start
-                lengths = np.bincount(inside, minlength=len(part))
-            else:
-                _expect(len(chunk["id"]) == len(part), relation)
-            yield np.asarray(chunk["id"]).astype(feature.dtype.newbyteorder("<")), lengths
+        # Several threads may read several relations.
+        with self._connection.cursor() as cursor:
+            for start in range(rows.start, rows.stop, CHUNK_ROWS):
+                stop = min(start + CHUNK_ROWS, rows.stop)
+                chunk = cursor.execute(
+                    f"SELECT row_, id FROM read_parquet({self._files(relation)}) WHERE row_ >= {start} AND row_ < {stop}"
+                    + self._in_order(relation, order_by)
+                ).fetchnumpy()
+                of_row, lengths = np.asarray(chunk["row_"]), np.zeros(0, np.int64)
+                if is_list:  # a row of the dataset has several rows here
+                    _expect((np.diff(of_row) >= 0).all(), relation)
+                    lengths = np.bincount(of_row - start, minlength=stop - start)
+                else:
+                    _expect(np.array_equal(of_row, np.arange(start, stop)), relation)
+                yield np.asarray(chunk["id"]).astype(feature.dtype.newbyteorder("<")), lengths
 
     def write_ids(
         self,
@@ -251,12 +244,11 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         for split, rows in self.splits.items():
             counts[split] = count = IdCounts()
             with RecordedFile(self.dataset, f"{split}/{feature.name}.bin") as file:
-                for part, chunk in self._chunks(slices, "stop_, length_", rows):
-                    _expect(len(chunk["stop_"]) == len(part), feature.name)
-                    for first in range(0, len(part), rows_at_once):
+                for batch in self.batches(slices, ["stop_", "length_"], rows):
+                    stops, lengths = (np.asarray(of).astype(np.int64) for of in batch.columns)
+                    for first in range(0, len(batch), rows_at_once):
                         some = slice(first, first + rows_at_once)
-                        stop = np.asarray(chunk["stop_"][some], np.int64)[:, None]
-                        inside = back < np.asarray(chunk["length_"][some], np.int64)[:, None]
+                        stop, inside = stops[some, None], back < lengths[some, None]
                         found = np.where(inside, ids[np.where(inside, stop - 1 - back, 0)], 0)
                         count.values += int(np.count_nonzero(inside))
                         count.known += int(np.count_nonzero(found))

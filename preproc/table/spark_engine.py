@@ -79,6 +79,7 @@ class SparkEngine:
         for function in (
             "hex_number(digits STRING) RETURNS BIGINT RETURN CAST(conv(digits, 16, 10) AS BIGINT)",
             "text_order(value STRING) RETURNS BINARY RETURN CAST(value AS BINARY)",
+            "whole_number(value DOUBLE) RETURNS DECIMAL(38, 0) RETURN CAST(floor(value) AS DECIMAL(38, 0))",
             "whole_seconds(time TIMESTAMP) RETURNS BIGINT RETURN unix_seconds(time)",
             # split() takes a regular expression; \\Q and \\E make it literal.
             "split_text(value STRING, separator STRING) RETURNS ARRAY<STRING> "

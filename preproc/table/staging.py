@@ -134,15 +134,15 @@ class Staging:
         self._fitted = None if fitted is None else fitted.named(sources)
         self._expressions = _expressions_of(table, engine)
         base = self._base()
-        self._names = [
-            name for name, _ in engine.columns(base) if not OWN_COLUMN.fullmatch(name.lower())
-        ]
+        found_columns = engine.columns(base)
+        times = {name.lower() for name, kind in found_columns if kind == "TIMESTAMP"}
+        self._names = [name for name, _ in found_columns if not OWN_COLUMN.fullmatch(name.lower())]
         found = self._find_text_columns(base)
         self.text_columns = found if self._fitted is None else self._fitted.over(found)
         self._column_names = set(found.result)
         if may_lack_labels:
             self.table = self._without_absent(base)
-            self._expressions = _expressions_of(self.table, engine)
+        self._expressions = _expressions_of(self.table, engine, times)
         if table.query and table.split.needs_file:
             self._require_file(base)
         for item in self._expressions:
@@ -188,12 +188,19 @@ class Staging:
 
     @property
     def rows(self) -> StagedRows:
-        features = self.table.categorical
+        features = {f"c{i}": feature for i, feature in enumerate(self.table.categorical)}
+        single = {
+            f.name: c for c, f in features.items() if not (f.expression or f.cross or f.is_list)
+        }
+        crosses = {
+            c: [single.get(name, "") for name in f.cross] for c, f in features.items() if f.cross
+        }
         return StagedRows(
             self.query,
             self.order_by,
-            {f"c{i}": feature.is_list for i, feature in enumerate(features)},
+            {column: feature.is_list for column, feature in features.items()},
             self._plain,
+            {column: parts for column, parts in crosses.items() if all(parts)},
             [] if self.table.query else next(iter(self.sources.values())).files,
         )
 
@@ -638,7 +645,9 @@ def _number(name: str, key: str, title: str) -> tuple[str, list[str]]:
     ]
 
 
-def _expressions_of(table: TableConfig, engine: Engine) -> list[_Expression]:
+def _expressions_of(
+    table: TableConfig, engine: Engine, times: Container[str] = ()
+) -> list[_Expression]:
     expressions = [
         _expression(column, f"table.{key}: ", number.name, number.expression or "")
         for column, (key, number) in table.row_numbers.items()
@@ -670,7 +679,8 @@ def _expressions_of(table: TableConfig, engine: Engine) -> list[_Expression]:
     if not engine.drops_zones:
         return expressions
     return [
-        replace(of, sql=of_utc(of.sql)) if ORDERS.fullmatch(of.column) else of for of in expressions
+        replace(of, sql=of_utc(of.sql, times)) if ORDERS.fullmatch(of.column) else of
+        for of in expressions
     ]
 
 

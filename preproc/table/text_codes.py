@@ -4,7 +4,7 @@ A batch of rows numbers its distinct texts. A code stands for one value, and a v
 memory does not grow with the values, and there are no more codes than rows. Relation `texts_<column>` (code, value) lists them.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,27 +64,44 @@ def _joined(parts: list[Coded]) -> Coded:
     return Coded(pa.concat_arrays(codes), pa.concat_arrays([part.texts for part in parts]))
 
 
+def crossed_codes(parts: Sequence[Coded]) -> Coded:
+    """Return the codes of the values that `crossed` makes of several columns: a text per pair, not per row."""
+    first, *others = parts
+    for other in others:
+        before, after = (part.codes.cast(pa.int64()) for part in (first, other))
+        pairs = pc.add(pc.multiply(before, len(other.texts)), after).dictionary_encode()
+        of_both = np.divmod(np.asarray(pairs.dictionary), len(other.texts))
+        texts = [p.texts.take(as_arrow(of)) for p, of in zip((first, other), of_both, strict=True)]
+        first = Coded(pairs.indices, pc.binary_join_element_wise(*texts, "\x1f"))
+    return first
+
+
 def write_coded(
     batches: Iterator[TextBatch],
     schema: pa.Schema,
     columns: Collection[str],
     path: Path,
     threads: int,
+    crosses: Mapping[str, Sequence[str]],
 ) -> None:
     """Write the rows, with `row_` from 0, to a file in `path`, and the texts of every column in `path/texts_<column>`.
 
     `batches`: rows in their order, and texts of theirs that are dictionaries already. `threads`: that number the texts;
-    another one reads the batches, and this one writes. Raises ValueError: a column has more texts than codes.
+    another one reads the batches, and this one writes. `crosses`: columns that the rows lack, and the other ones that each is
+    made of. Raises ValueError: a column has more texts than codes.
     """
 
     def coded(batch: TextBatch) -> tuple[pa.RecordBatch, dict[str, Coded]]:
         rows, dictionaries = batch
-        return rows, {
+        found = {
             name: _joined(
                 [coded_texts(texts) for texts in dictionaries.get(name) or [rows.column(name)]]
             )
-            for name in columns
+            for name in {*columns} - {*crosses}
         }
+        for name, parts in crosses.items():
+            found[name] = crossed_codes([found[of] for of in parts])
+        return rows, found
 
     with _Writer(path, schema, columns) as writer:
         for batch, found in ordered_map(coded, batches, threads, threads + 1):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dataloading.row_sql import columns_of, reads_other_rows
+from dataloading.row_sql import columns_of, of_utc, reads_other_rows
 
 
 @pytest.mark.parametrize("sql", ["+".join(["a"] * 3000), "(" * 5000 + "a" + ")" * 5000, "a \ud800"])
@@ -36,3 +36,24 @@ def test_a_query_named_in_the_expression_is_no_table(sql):
 )
 def test_a_table_beside_a_query_of_its_name_is_one(sql):
     assert reads_other_rows(sql)
+
+
+@pytest.mark.parametrize(
+    ("sql", "wanted"),
+    [
+        ("CAST(Time AS timestamp) < CAST(day AS TIMESTAMP)", "Time < CAST(day AS TIMESTAMPTZ)"),
+        ('cast( "time" AS DATETIME )', '"time"'),
+        # A smaller unit; the field of a struct; a part of a query or a lambda, where the name may be another's.
+        *(
+            (sql, sql.replace("TIMESTAMP_S", "TIMESTAMP").replace("TIMESTAMP", "TIMESTAMPTZ"))
+            for sql in (
+                "CAST(time AS TIMESTAMP_S)",
+                "CAST(of.time AS TIMESTAMP)",
+                "(SELECT max(CAST(time AS TIMESTAMP)) FROM t)",
+                "list_max(list_transform(days, lambda time: CAST(time AS TIMESTAMP)))",
+            )
+        ),
+    ],
+)
+def test_a_time_without_a_zone_is_not_cast_to_one_with_a_zone(sql, wanted):
+    assert of_utc(sql, {"time"}) == wanted

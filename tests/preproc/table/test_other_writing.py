@@ -1,5 +1,6 @@
 """Values of later rows that are those of the fit in another writing: refused with the cast, however the rows are read."""
 
+from collections import Counter
 from pathlib import Path
 
 import duckdb
@@ -211,3 +212,20 @@ def test_values_in_other_writing_are_counted_with_the_plain_one(values, wanted):
     counts = duckdb.sql("SELECT unnest($1) AS value", params=[values.split("|")])
     note = note_of_twins(lambda query: counts.query("counts", query).fetchall(), "counts", "f")
     assert (note and note.removeprefix("note: ").partition(": ")[0]) == wanted
+
+
+def test_every_value_that_is_written_in_another_way_is_compared():
+    draw = np.random.default_rng(0)
+    texts = sorted(
+        {"".join(draw.choice([*"0057.+-eE x"], draw.integers(1, 6))) for _ in range(9_000)}
+    )
+    texts = [text for text in texts if text.strip(" ")]
+    counts = duckdb.sql("SELECT unnest($1) AS value", params=[texts])
+    alike = dict(duckdb.sql(f"SELECT value, {written_alike('value')} FROM counts").fetchall())
+    groups = Counter(alike.values())
+    wanted = [count for count in groups.values() if count > 1]
+    note = note_of_twins(lambda query: counts.query("counts", query).fetchall(), "counts", "f")
+    assert len(wanted) > 100
+    assert note.startswith(
+        f"note: {sum(wanted):,} values of 'f' are {len(wanted):,} in other writing"
+    )

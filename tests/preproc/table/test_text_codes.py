@@ -59,6 +59,7 @@ def described(files: str, **more) -> dict:
             {"name": "other_user", "expression": "user", "vocabulary_of": "user"},
             {"name": "tags", "separator": "|"},
             {"name": "two_tags", "expression": "tags", "separator": "|", "hotness": 2},
+            {"name": "crossed", "cross": ["user", "city", "city"]},
         ],
         "split": {"by": "random", "train": 0.8},
     } | more
@@ -228,7 +229,47 @@ def test_a_full_disk_leaves_no_writer_that_fails_at_its_end(tmp_path, monkeypatc
         patched.setattr(pq.ParquetWriter, "close", close)
         patched.setattr(*((Path, "mkdir") if fails == "mkdir" else (pq.ParquetWriter, fails)), full)
         with pytest.raises(OSError, match="No space left"):
-            text_codes.write_coded(iter([(batch, {})]), batch.schema, ["c"], tmp_path, 1)
+            text_codes.write_coded(iter([(batch, {})]), batch.schema, ["c"], tmp_path, 1, {})
         gc.collect()
         # Each once.
         assert len(closed) == len(set(closed)) == (1 if fails == "mkdir" else 2)
+
+
+def test_a_cross_of_features_has_a_text_per_pair_of_theirs(tmp_path, sources, monkeypatch):
+    made, queries = [], []
+    crossed_codes, stream = text_codes.crossed_codes, DuckDBEngine.stream
+    monkeypatch.setattr(
+        text_codes,
+        "crossed_codes",
+        lambda parts: made.append((parts, crossed_codes(parts))) or made[-1][1],
+    )
+    monkeypatch.setattr(
+        DuckDBEngine,
+        "stream",
+        lambda self, sql, rows: queries.append(sql) or stream(self, sql, rows),
+    )
+    crosses = [
+        {"name": "known", "cross": ["city", "tags"]},
+        {"name": "other", "cross": ["city", "age"]},
+    ]
+    table = described(f"{sources}/*.parquet", categorical=["city", "tags", *crosses])
+    build(tmp_path / "out", table)
+    # DuckDB makes the texts of the other cross, since an age is no feature.
+    assert queries[0].startswith("SELECT * EXCLUDE (c0, c1, c2) FROM")
+    values = []
+    for parts, cross in made:
+        texts = [np.asarray(of.texts.take(of.codes), object) for of in (*parts, cross)]
+        for city, tags, both in zip(*texts, strict=True):
+            assert both == (None if city is None or tags is None else f"{city}\x1f{tags}")
+            values.append(both)
+    assert len(values) == ROWS
+    assert len({*values}) > 600
+    assert None in values
+
+
+@pytest.mark.parametrize("empty", ["", "x"])
+def test_a_cross_of_columns_without_a_text_has_none(empty):
+    none = text_codes.coded_texts(pa.array([None, "", None], pa.string()))
+    other = text_codes.coded_texts(pa.array([empty, "y", None], pa.string()))
+    for parts in ([none, other], [other, none]):
+        assert text_codes.crossed_codes(parts).codes.null_count == 3
