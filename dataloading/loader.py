@@ -62,10 +62,9 @@ class LoaderSettings:
 class Loader:
     """Batches of one split for one rank, in an order that depends on the step alone.
 
-    Each of `workers` threads, or processes after `fork_readers`, reads complete batches straight into their
-    tensors. At most `prefetch` batches are in flight, so no more workers are busy. The batches are yielded in
-    the order of the steps, independent of the timing of the workers. They are in host memory, and the
-    training step copies them.
+    Each of `workers` threads, or processes after `fork_readers`, reads complete batches straight into their tensors. At most
+    `prefetch` batches are in flight, so no more workers are busy. The batches are yielded in the order of the steps, independent
+    of the timing of the workers. They are in host memory, and the training step copies them.
 
     `key_maps`: rows for raw keys; None for a dataset without. Raises ValueError: the split does not exist, the training
     split is smaller than a batch, or the batch does not divide over the ranks.

@@ -35,9 +35,8 @@ def uniform(key: int, counters: np.ndarray) -> np.ndarray:
 def power_law(numbers: np.ndarray, cardinality: int, exponent: float) -> np.ndarray:
     """Turn uniform numbers into ids in [0, cardinality); id i is about as frequent as (i + 1) ** -exponent.
 
-    The inverse of the continuous distribution over [1, cardinality + 1), rounded down, as in the generator of NVIDIA's
-    TensorFlow 2 recipe; exponent 0 is uniform. `numbers`: float64 [n] in [0, 1), overwritten. Returns float64 [n],
-    whole numbers.
+    The inverse of the continuous distribution over [1, cardinality + 1), rounded down, as in the generator of NVIDIA's TensorFlow
+    2 recipe; exponent 0 is uniform. `numbers`: float64 [n] in [0, 1), overwritten. Returns float64 [n], whole numbers.
     """
     bound = cardinality + 1.0
     if exponent == 1.0:

@@ -36,13 +36,11 @@ READ, FAILED = b"\0", b"\1"
 class ReaderProcesses:
     """Reads into slots of shared memory, finished in the order in which they are started.
 
-    The constructor forks the processes, so they inherit open files and modules. Call it early: a forked
-    process also inherits the state of all locks, and there are fewer of them before a CUDA context, NCCL and
-    most threads exist.
+    The constructor forks the processes, so they inherit open files and modules. Call it early: a forked process also inherits the
+    state of all locks, and there are fewer of them before a CUDA context, NCCL and most threads exist.
 
-    `read`: function of a slot and a number, called in a process: fill the slot with the batch of that number. It may
-    use numpy, but neither CUDA nor libraries that start threads. Raises ValueError: the system cannot start that many
-    processes.
+    `read`: function of a slot and a number, called in a process: fill the slot with the batch of that number. It may use numpy,
+    but neither CUDA nor libraries that start threads. Raises ValueError: the system cannot start that many processes.
     """
 
     def __init__(

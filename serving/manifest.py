@@ -154,11 +154,10 @@ class Manifest:
     """Content of `model.json`.
 
     `keep_rate`: name of the column of keep rates that rows of the dataset have; None without. `dtype`: of the tables, a key of
-    `TABLE_BITS`. `sequences`: groups of the dataset, if a table hands out rows. `keys`: file of the rows of raw keys by
-    feature; features that are not named have ids. `raw`: how raw values become features, JSON of a `RawDescription`; None
-    if only ids are served. `source`: checkpoint, step, fingerprint of the features, versions of the libraries. `proof`: rows
-    that were compared with the training path, and the largest difference; likewise of machine code. `files`: bytes and SHA-256
-    of every other file.
+    `TABLE_BITS`. `sequences`: groups of the dataset, if a table hands out rows. `keys`: file of the rows of raw keys by feature;
+    features that are not named have ids. `raw`: how raw values become features, JSON of a `RawDescription`; None if only ids are
+    served. `source`: checkpoint, step, fingerprint of the features, versions of the libraries. `proof`: rows that were compared
+    with the training path, and the largest difference; likewise of machine code. `files`: bytes and SHA-256 of every other file.
     """
 
     name: str

@@ -253,9 +253,8 @@ def check_output(root: Path | str, overwrite: bool = False) -> Path:
 def write_spec(spec: FeatureSpec, root: Path) -> None:
     """Write `root`/feature_spec.yaml by rename, synced, so that it is never partial.
 
-    A split `validation` is not named if NVIDIA's recipes can read the dataset, since they refuse a spec with other
-    splits than `train` and `test`. Readers here find its files beside those of `test`. `spec`: its paths must lie below
-    `root`.
+    A split `validation` is not named if NVIDIA's recipes can read the dataset, since they refuse a spec with other splits than
+    `train` and `test`. Readers here find its files beside those of `test`. `spec`: its paths must lie below `root`.
     """
     features: dict[str, dict[str, Any]] = {}
     for feature in spec.categorical:

@@ -339,10 +339,9 @@ def partial_sibling(root: Path) -> Path:
 def clear_leftovers(root: Path, but: Path | None = None) -> list[Path]:
     """Remove what killed processes left beside `root`: partial siblings, and a directory that they were replacing.
 
-    If they were killed between the two renames of `put_in_place`, `root` is missing and gets the latter back. Several
-    processes may remove the same leftovers at once. `root`: the directory that those processes wrote; the caller holds
-    it, so nobody else writes it. Returns the siblings that another process has locked; they stay too, as do those of
-    another user.
+    If they were killed between the two renames of `put_in_place`, `root` is missing and gets the latter back. Several processes
+    may remove the same leftovers at once. `root`: the directory that those processes wrote; the caller holds it, so nobody else
+    writes it. Returns the siblings that another process has locked; they stay too, as do those of another user.
     """
     for replaced in sorted(root.parent.glob(f".{escape(root.name)}.replaced-*")):
         if root.exists():

@@ -165,10 +165,9 @@ class Source(ABC):
     def read(self, split: str, runs: np.ndarray, into: BatchTarget | None = None) -> Columns:
         """Return the rows of `runs`, in that order; safe to call from several threads.
 
-        The ids of features with `vocabulary: dynamic` are undefined; `read_keys` returns their keys. `runs`: int64 [K,
-        2], half-open row ranges. `into`: as of `Columns.empty`. Raises
-        ValueError: an id outside its table, a value that is missing or not finite, or an invalid label, weight or keep
-        rate; the message names feature, value, row and file.
+        The ids of features with `vocabulary: dynamic` are undefined; `read_keys` returns their keys. `runs`: int64 [K, 2],
+        half-open row ranges. `into`: as of `Columns.empty`. Raises ValueError: an id outside its table, a value that is missing
+        or not finite, or an invalid label, weight or keep rate; the message names feature, value, row and file.
         """
 
     def event_counts(self, split: str, runs: np.ndarray) -> np.ndarray | None:

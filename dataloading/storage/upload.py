@@ -33,10 +33,9 @@ def upload_folder(folder: Path, store: ObjectStore, last: str, prefix: str = "")
 def writable(output: str, last: str, overwrite: bool = False) -> Iterator[Path]:
     """Yield the path that a command writes as its `output`; what it wrote at an address is uploaded at the end.
 
-    The path of an address is in the cache and depends on the address alone, so that a command that resumes finds its
-    work. `last`: file without which a folder is not complete; not used if the command writes one file. `overwrite`:
-    whether something complete may be there. Raises ValueError: something complete is there already, or the store cannot
-    be written.
+    The path of an address is in the cache and depends on the address alone, so that a command that resumes finds its work.
+    `last`: file without which a folder is not complete; not used if the command writes one file. `overwrite`: whether something
+    complete may be there. Raises ValueError: something complete is there already, or the store cannot be written.
     """
     if not is_remote(output):
         yield Path(output)

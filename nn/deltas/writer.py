@@ -41,10 +41,9 @@ Chain = Callable[[], dict[str, Any]]
 class DeltaRun:
     """Facts of a run for its deltas.
 
-    `start`: the state that the run starts from; None if it is part of no chain. `start_rows`: rows of every table in that
-    state; tables may have grown since. `forgotten`: rows that were overwritten in its checkpoint, and rows that have lost their
-    key there, by the prefix of their tensors (`nn.checkpoint.forgetting`). `written`: called in a thread of rank 0 after every
-    delta.
+    `start`: the state that the run starts from; None if it is part of no chain. `start_rows`: rows of every table in that state;
+    tables may have grown since. `forgotten`: rows that were overwritten in its checkpoint, and rows that have lost their key
+    there, by the prefix of their tensors (`nn.checkpoint.forgetting`). `written`: called in a thread of rank 0 after every delta.
     """
 
     facts: Mapping[str, Any]

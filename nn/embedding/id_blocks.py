@@ -19,8 +19,7 @@ from dataloading.dataset.batch_layout import IdCount
 class IdBlock:
     """Position of a feature's numbers on the rank that looks them up.
 
-    `count` ids begin at `first`, with those that are `NO_ID`; if the feature is ragged, starts, lengths and samples follow
-    them.
+    `count` ids begin at `first`, with those that are `NO_ID`; if the feature is ragged, starts, lengths and samples follow them.
     """
 
     first: int

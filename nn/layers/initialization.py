@@ -94,10 +94,9 @@ def fill_uniform_(
     Element (r, c) of the table is a hash of (seed, table, r, c), truncated to 24 bits and scaled to [-bound, bound). Only
     integer operations and one multiplication are used, so CPU and CUDA give the same bits.
 
-    The hash: SplitMix64's finalizer gives every row 64 bits and every column 32. The sum of the row's first half and the
-    column's bits is mixed by xor-shift and multiplication, combined with the row's second half, and multiplied again. The
-    upper 24 bits are the result. Two rows are equal only if all 64 bits are, so tables far beyond 2^32 elements do not
-    repeat values.
+    The hash: SplitMix64's finalizer gives every row 64 bits and every column 32. The sum of the row's first half and the column's
+    bits is mixed by xor-shift and multiplication, combined with the row's second half, and multiplied again. The upper 24 bits
+    are the result. Two rows are equal only if all 64 bits are, so tables far beyond 2^32 elements do not repeat values.
 
     `out`: shard [rows, columns] on any device; may be a strided view. Float32, or a dtype that float32 is rounded to.
     `bound`: half the width of the distribution, usually 1/sqrt(rows of the table).

@@ -72,11 +72,9 @@ class Run:
 
         Files are read as numbers and plain JSON or yaml, and every checksum of the loaded tensors is compared.
 
-        `checkpoint`: `step_N` or `best`; None for the best, or the latest where no evaluation has found a best one, as
-        at the beginning of a day.
-        `fitted`: dataset directory whose fit transforms the raw values that `predict` gets; None: it gets ids and
-        numbers.
-        `trusted`: whether a model outside the project, `package.module:Class`, may be imported.
+        `checkpoint`: `step_N` or `best`; None for the best, or the latest where no evaluation has found a best one, as at the
+        beginning of a day. `fitted`: dataset directory whose fit transforms the raw values that `predict` gets; None: it gets ids
+        and numbers. `trusted`: whether a model outside the project, `package.module:Class`, may be imported.
 
         Raises ValueError: there is no such checkpoint, or `fitted` has no fit or other features, or a file is missing, damaged
         or contradicts the others.

@@ -60,5 +60,4 @@ class EmbeddingMLP(Model):
         return Activations(reread_columns=self._embedding_columns)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        x = self.join_inputs(numerical, embeddings)
-        return self.mlp(x).squeeze(1).float()
+        return self.mlp(self.join_inputs(numerical, embeddings)).squeeze(1).float()

@@ -40,6 +40,5 @@ class ESMM(TaskModel):
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, 2]."""
         x = self.join_inputs(numerical, embeddings)
-        logits = self.towers([x, x])
-        a, b = logits.unbind(1)
+        a, b = self.towers([x, x]).unbind(1)
         return torch.stack([a, -torch.logsumexp(-torch.stack([a, b, a + b]), dim=0)], dim=1)

@@ -74,10 +74,9 @@ class BilinearFusion(nn.Module):
 class FinalMLP(VectorModel):
     """Dense component of FinalMLP: o_i = MLP_i(h_i), with a `FeatureGate` per stream and a `BilinearFusion`.
 
-    The vectors e are the embeddings, and `NumericalEmbedding` of the numerical features. The weights begin as those of
-    `MLP`; the fusion's as in the authors' program, normal with variance 2 / (in + out).
-    Without features that control the gate of a stream it is a learned constant. Raises ValueError: an option names a feature
-    that the dataset lacks.
+    The vectors e are the embeddings, and `NumericalEmbedding` of the numerical features. The weights begin as those of `MLP`; the
+    fusion's as in the authors' program, normal with variance 2 / (in + out). Without features that control the gate of a stream
+    it is a learned constant. Raises ValueError: an option names a feature that the dataset lacks.
     """
 
     Options = FinalMLPOptions

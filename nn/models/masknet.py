@@ -64,10 +64,9 @@ class MaskNet(VectorModel):
     """Dense component of MaskNet (section 3.4).
 
     Serial: the first block transforms the normalised vectors, and every further one the output of the block before; dropout
-    follows every block, as in FuxiCTR's.
-    Parallel: every block transforms the normalised vectors, and an MLP joins their outputs. A linear layer gives the logit
-    (section 3.5). The vectors are the embeddings, and numbers times vectors for numerical features (section 3.1). The paper
-    gives no initial weights; linear layers begin as those of `MLP`.
+    follows every block, as in FuxiCTR's. Parallel: every block transforms the normalised vectors, and an MLP joins their outputs.
+    A linear layer gives the logit (section 3.5). The vectors are the embeddings, and numbers times vectors for numerical features
+    (section 3.1). The paper gives no initial weights; linear layers begin as those of `MLP`.
     """
 
     Options = MaskNetOptions

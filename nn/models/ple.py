@@ -80,8 +80,7 @@ class PLE(TaskModel):
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
-        x = self.join_inputs(numerical, embeddings)
-        outputs = [x] * (self._num_tasks + 1)
+        outputs = [self.join_inputs(numerical, embeddings)] * (self._num_tasks + 1)
         for level in self.levels:
             outputs = level(outputs)
         return self.towers(outputs)

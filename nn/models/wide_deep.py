@@ -18,10 +18,9 @@ class WideDeep(Model):
 
     logit = sum of the wide weights of all ids + w^T x + MLP([x, e_1, ..., e_F])
 
-    x are the numerical features, e_i the embeddings of the deep features. The wide weights are tables of one column. The
-    bias of the MLP's last layer is the model's. The paper gives no initial weights; HugeCTR's are those of `MLP`.
-    The term w^T x is optional. Raises ValueError: an option names a feature that the dataset lacks, or has no effect without
-    numerical ones.
+    x are the numerical features, e_i the embeddings of the deep features. The wide weights are tables of one column. The bias of
+    the MLP's last layer is the model's. The paper gives no initial weights; HugeCTR's are those of `MLP`. The term w^T x is
+    optional. Raises ValueError: an option names a feature that the dataset lacks, or has no effect without numerical ones.
     """
 
     Options = WideDeepOptions

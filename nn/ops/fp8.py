@@ -123,12 +123,11 @@ def cross_backward(
 ) -> tuple[Fp8Matrix, Tensor | None, Tensor]:
     """Compute the gradient of u in layer `index`, x + x0 * u, and in the first layer also the gradient of x0.
 
-    `index`: index of the layer, from 0. `grad`: gradient of the last layer's output, [B, C]. `products`: [L - 1 (at least
-    1), B, C]. The gradient of any other layer's output is the sum of `grad` and `products[index:]`. In the first layer
-    `products[0]` is overwritten by the gradient of x0, without the term through this layer's weights. `x0`: [B, C].
-    `factors`: u of every layer, [L, B, C]. `transposed`: make its transposed copy, and no copy in the dtype of x0. Returns
-    the gradient of u, [B, C], in 8 bits; unless `transposed`, the same in the dtype of x0; its sum over the samples,
-    float32 [C].
+    `index`: index of the layer, from 0. `grad`: gradient of the last layer's output, [B, C]. `products`: [L - 1 (at least 1), B,
+    C]. The gradient of any other layer's output is the sum of `grad` and `products[index:]`. In the first layer `products[0]` is
+    overwritten by the gradient of x0, without the term through this layer's weights. `x0`: [B, C]. `factors`: u of every layer,
+    [L, B, C]. `transposed`: make its transposed copy, and no copy in the dtype of x0. Returns the gradient of u, [B, C], in 8
+    bits; unless `transposed`, the same in the dtype of x0; its sum over the samples, float32 [C].
     """
     grad_out = grad.float()
     grad_x0 = torch.zeros_like(grad_out)

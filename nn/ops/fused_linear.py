@@ -31,8 +31,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Compute grad^T x, [columns of grad, columns of x], in the weight's dtype, and where its gradient is wanted.
 
-    Three dimensions are as many products as the first has. Results in float32 are not rounded to a narrower dtype on the
-    way.
+    Three dimensions are as many products as the first has. Results in float32 are not rounded to a narrower dtype on the way.
     """
     dtype, buffer = weight.dtype, take_buffer(weight)
     product = torch.mm if grad.dim() == 2 else torch.bmm

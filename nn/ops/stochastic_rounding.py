@@ -50,9 +50,8 @@ def random_bits(key: int, step: Tensor, rows: Tensor, first_column: int, columns
 def round_stochastically(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
     """Round float32 to one of the two adjacent numbers of a 16-bit dtype, without bias.
 
-    Numbers that the dtype can represent are unchanged, including infinities and NaN. Finite numbers beyond the dtype's
-    largest become the largest. Between fp16's subnormal numbers the probability has 16 bits; the bias towards zero is
-    below 2^-40.
+    Numbers that the dtype can represent are unchanged, including infinities and NaN. Finite numbers beyond the dtype's largest
+    become the largest. Between fp16's subnormal numbers the probability has 16 bits; the bias towards zero is below 2^-40.
 
     `values`: float32. `dtype`: bfloat16 or float16. `bits`: random bits in the shape of `values`, uniform from 0 to 2^16 -
     1.

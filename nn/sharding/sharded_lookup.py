@@ -182,9 +182,8 @@ class ShardedLookup:
         """Send this rank's ids to their tables, and expand them there.
 
         Ids are in the order of the features, each [B, hotness]. With `num_valid`, the valid rows of a global batch, the padding
-        rows behind them get the ids of the first row: so the lookup, and the update with their zero gradients, touch no row
-        that the batch does not use. Returns the ids, and whether any rank has more than fit, int32 [1]; None if
-        it cannot have.
+        rows behind them get the ids of the first row: so the lookup, and the update with their zero gradients, touch no row that
+        the batch does not use. Returns the ids, and whether any rank has more than fit, int32 [1]; None if it cannot have.
         """
         owned, replicated = self._exchange(ids)
         if num_valid is not None:

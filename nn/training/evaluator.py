@@ -26,13 +26,11 @@ from nn.training.train_step import TrainStep
 class Evaluator:
     """Evaluation of a split; every row is scored once, for any number of ranks.
 
-    `config`: numbers of batches to score, and the feature whose ids are the groups of GAUC.
-    `heartbeat`: updated after every batch.
-    `stored`: source of the groups, where the loader's rows have ids that were changed; None: the loader's.
+    `config`: numbers of batches to score, and the feature whose ids are the groups of GAUC. `heartbeat`: updated after every
+    batch. `stored`: source of the groups, where the loader's rows have ids that were changed; None: the loader's.
 
-    `problem`: why the metrics of the latest evaluation are undefined although all inputs are finite, or None; the same
-    on all ranks.
-    `predictions`: calibration, gain and lift of every binary label in the latest evaluation, from
+    `problem`: why the metrics of the latest evaluation are undefined although all inputs are finite, or None; the same on all
+    ranks. `predictions`: calibration, gain and lift of every binary label in the latest evaluation, from
     `nn.metrics.prediction_curves`; empty if a prediction was not finite.
     """
 

@@ -21,8 +21,7 @@ def early_stop(
 ) -> str | None:
     """Return why the evaluation after `num_steps`, if there was one, ends the run; None if it does not.
 
-    `test` is the record of the last evaluation, empty before the first; `evals_since_best` counts evaluations after the best
-    one.
+    `test` is the record of the last evaluation, empty before the first; `evals_since_best` counts evaluations after the best one.
     """
     if test.get("step") != num_steps:
         return None

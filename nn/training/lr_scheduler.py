@@ -13,8 +13,7 @@ def learning_rate_factor(step: int, config: SchedulerConfig) -> float:
     (DeepLearningExamples, `LearningRateScheduler`), whose counter starts at 1. Their TensorFlow 2 recipe starts at 0,
     so that its first update does nothing, and follows the parabola up again after D + N.
 
-    The cosine decay is (1 + cos(pi * (s - D) / N)) / 2 instead (Loshchilov and Hutter, SGDR, 2017, equation 5, without
-    restarts).
+    The cosine decay is (1 + cos(pi * (s - D) / N)) / 2 instead (Loshchilov and Hutter, SGDR, 2017, equation 5, without restarts).
 
     `step` updates were made before this one. Without `decay_start_step` the rate is held forever.
     """

@@ -40,10 +40,9 @@ SHARE_OF_FREE_MEMORY = 0.8
 class GpuModel:
     """Tables and dense component of a model on a GPU.
 
-    Batches are padded to the next power of two. Each such size is one CUDA graph, captured at the start; all read the same
-    block of inputs and share their memory, so one thread at a time may score. `raw`: its transformation of raw values; None if
-    only ids are served. `max_batch`: rows of the largest batch; more rows are scored in parts. `keys`: rows of raw keys by
-    feature.
+    Batches are padded to the next power of two. Each such size is one CUDA graph, captured at the start; all read the same block
+    of inputs and share their memory, so one thread at a time may score. `raw`: its transformation of raw values; None if only ids
+    are served. `max_batch`: rows of the largest batch; more rows are scored in parts. `keys`: rows of raw keys by feature.
     """
 
     def __init__(

@@ -116,10 +116,9 @@ class _Refused:
 class Versions:
     """The version that serves, and the search for a better one.
 
-    `directory`: a model directory, or a directory of versions. `verify`: compare the SHA-256 of every file, not only its
-    size. `canary_share`: share of requests that the newest version answers, the one before it the others; None: all.
-    `serving`: those that serve, newest first. `swaps`: number of changes of the newest. Raises ValueError: there is no
-    version that can serve.
+    `directory`: a model directory, or a directory of versions. `verify`: compare the SHA-256 of every file, not only its size.
+    `canary_share`: share of requests that the newest version answers, the one before it the others; None: all. `serving`: those
+    that serve, newest first. `swaps`: number of changes of the newest. Raises ValueError: there is no version that can serve.
     """
 
     def __init__(

@@ -63,9 +63,8 @@ def share_jobs(workers, jobs, columns, parts, tables, rules, memory, drawn):
 def do_jobs(share, jobs, columns, parts, tables, rules, memory, drawn):
     """Give rows to keys without one.
 
-    `jobs`: int64 [jobs, Job]. `memory`: `missing` of `see_parts`, and for each key without a row, job after job: the
-    key; new keys, their sightings and slots; candidates seen; what changes among candidates, as in `insert_keys`; and
-    among rows.
+    `jobs`: int64 [jobs, Job]. `memory`: `missing` of `see_parts`, and for each key without a row, job after job: the key; new
+    keys, their sightings and slots; candidates seen; what changes among candidates, as in `insert_keys`; and among rows.
     """
     for number in range(share[0], len(jobs), share[1]):
         job = jobs[number]

@@ -34,13 +34,12 @@ def see(source, own, table, batch, found, drawn):
     The cells are independent addresses, so the processor loads many at once. It does not do that beyond a branch on what it
     loads that it guesses wrong, so the loads have a loop without branches.
 
-    Threads may see parts of a batch at the same time unless sightings are counted. A slot may then stand in `seen` of
-    several parts, each time with the same facts. `source`: the column of keys, its runs, and the half-open span of the
-    keys to see, counted over the runs. Key 0 is none. `own`: int32 or int64 rows, one of them empty, that receive
-    slots, 0 of keys without one; and the position of the first of their keys. `batch`: its number; with `NO_BATCH` keys
-    are looked up, and nothing is noted. `found`: memory for slots seen, with their facts before, int32 [n, 3], and for
-    the keys without slots, with their positions in the rows, which may lie outside, int64 [n, 2]. Returns the slots
-    seen, and the keys without slots.
+    Threads may see parts of a batch at the same time unless sightings are counted. A slot may then stand in `seen` of several
+    parts, each time with the same facts. `source`: the column of keys, its runs, and the half-open span of the keys to see,
+    counted over the runs. Key 0 is none. `own`: int32 or int64 rows, one of them empty, that receive slots, 0 of keys without
+    one; and the position of the first of their keys. `batch`: its number; with `NO_BATCH` keys are looked up, and nothing is
+    noted. `found`: memory for slots seen, with their facts before, int32 [n, 3], and for the keys without slots, with their
+    positions in the rows, which may lie outside, int64 [n, 2]. Returns the slots seen, and the keys without slots.
     """
     column, runs, begin, end = source
     narrow, wide, first = own

@@ -27,8 +27,7 @@ class TargetAttention(nn.Module):
     takes a softmax instead. A sum of L positions is up to L times as large as one vector, and on a small dataset it was worse
     than no history (benchmarks/README.md).
 
-    D is `columns`. `pooling`: sum of the weighted items; mean, their sum divided by their number; or softmax of the
-    weights.
+    D is `columns`. `pooling`: sum of the weighted items; mean, their sum divided by their number; or softmax of the weights.
     """
 
     positions: Tensor  # L
@@ -63,9 +62,8 @@ class TargetAttention(nn.Module):
     def forward(self, query: Tensor, history: Tensor, lengths: Tensor) -> Tensor:
         """Return the pooled histories, [B, D].
 
-        `query`: candidates, [B, D]. `history`: [B, L, D]. Positions from the length on are padding: their values change
-        nothing, not even if they are NaN, and their gradients are zero. `lengths`: true lengths, [B]; 0 gives a vector of
-        zeros.
+        `query`: candidates, [B, D]. `history`: [B, L, D]. Positions from the length on are padding: their values change nothing,
+        not even if they are NaN, and their gradients are zero. `lengths`: true lengths, [B]; 0 gives a vector of zeros.
         """
         is_item = (self.positions < lengths.unsqueeze(1)).unsqueeze(2)
         history = torch.where(is_item, history, 0)

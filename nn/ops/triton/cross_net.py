@@ -117,11 +117,10 @@ def cross_backward(
 ) -> Tensor:
     """Compute the gradient of u in layer `index`, x + x0 * u, and in the first layer also the gradient of x0.
 
-    `index`: index of the layer, from 0. `grad`: g of the last layer, [B, C]. `products`: [L - 1 (at least 1), B, C]. g of
-    any other layer is the sum of `grad` and `products[index:]`. In the first layer `products[0]` is overwritten by the
-    gradient of x0, without the term through this layer's weights. `x0`: [B, C]. `factors`: u of every layer, [L, B, C].
-    `partial_sums`: [P, C], float32; receives every program's sum of u's gradient over its samples. Returns the gradient of
-    u, [B, C].
+    `index`: index of the layer, from 0. `grad`: g of the last layer, [B, C]. `products`: [L - 1 (at least 1), B, C]. g of any
+    other layer is the sum of `grad` and `products[index:]`. In the first layer `products[0]` is overwritten by the gradient of
+    x0, without the term through this layer's weights. `x0`: [B, C]. `factors`: u of every layer, [L, B, C]. `partial_sums`: [P,
+    C], float32; receives every program's sum of u's gradient over its samples. Returns the gradient of u, [B, C].
     """
     grad_factor = torch.empty_like(x0)
     grid = triton.cdiv(x0.shape[1], BLOCK_C), len(partial_sums)
