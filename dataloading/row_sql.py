@@ -114,9 +114,8 @@ def of_utc(sql: str, times: Container[str] = ()) -> str:
     Times without a zone are of UTC. For what orders and counts seconds only: parts of a time, such as its hour, may be local.
     `times`: columns, in lower case, that are a TIMESTAMP; they need no cast, and one to TIMESTAMPTZ takes .2 us a row.
     """
-    if not re.search(
-        r"\b(select|lambda)\b|->", sql, re.IGNORECASE
-    ):  # where a name may be another's
+    # Within these a name may be that of another column.
+    if not re.search(r"\b(select|lambda)\b|->", sql, re.IGNORECASE):
         own = r'\bCAST\s*\(\s*("?(\w+)"?)\s+AS\s+(?:DATETIME|TIMESTAMP)\s*\)'
         sql = re.sub(own, lambda of: of[of[2].lower() in times], sql, flags=re.IGNORECASE)
     kind = r'"?(?:DATETIME|TIMESTAMP)(_NS)?(?:_[MU]?S)?\b"?(?:\s*\(\s*\d\s*\))?(?:\s+WITHOUT\s+TIME\s+ZONE\b)?'

@@ -183,8 +183,7 @@ def _stage_events(journal: Journal, number: int, five: dict[str, str]) -> str:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         order = ["file_", "order_"]
-        number = journal.engine.number
-        without_failing(journal, staging, lambda: number(staging.query, order, path))
+        without_failing(journal, staging, lambda: journal.engine.number(staging.query, order, path))
         _, files = journal.sources[log.source]
         named = {str(file.path) for file in files}
         lines = {item[:3] for item in journal.engine.rejected() if item[0] in named}
