@@ -126,21 +126,29 @@ class MLP(nn.Module):
         out = fp8(x.flatten(0, -2), first.weight, first.bias, relu=self.first_relu)
         return out.view(*x.shape[:-1], out.shape[1])
 
-    @torch.compiler.disable
     def _forward_fused(self, x: Tensor, start: int = 0) -> Tensor:
-        # Only CUDA builds of torch include Triton.
-        from nn.ops.triton.mlp import fused_mlp
-
-        masks = [dropout.mask for dropout in self.dropouts[start:]]
-        layers = self.layers[start:]
-        return fused_mlp(
-            x if start else self.pad(x),
-            [layer.weight for layer in layers],
-            [layer.bias for layer in layers],
-            final_activation=self.final_activation,
-            masks=[mask for mask in masks if mask is not None],
-        )
+        layers, dropouts = self.layers[start:], self.dropouts[start:]
+        weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+        x = x if start else self.pad(x)
+        return fused(x, weights, biases, dropouts, final_activation=self.final_activation)
 
     def pad(self, x: Tensor) -> Tensor:
         """Return the input of the first layer: x [B, ..., num_inputs] and zeros."""
         return nn.functional.pad(x, (0, self.padding)) if self.padding else x
+
+
+@torch.compiler.disable
+def fused(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    dropouts: Sequence[Dropout],
+    *,
+    final_activation: bool = False,
+) -> Tensor:
+    """Map [B, ..., inputs] through linear layers with ReLU and dropout between them by kernels, where `can_fuse` says so."""
+    # Only CUDA builds of torch include Triton.
+    from nn.ops.triton.mlp import fused_mlp
+
+    masks = [dropout.mask for dropout in dropouts if dropout.mask is not None]
+    return fused_mlp(x, weights, biases, final_activation=final_activation, masks=masks)

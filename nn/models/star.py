@@ -12,18 +12,18 @@ from nn.layers.batch_norm import PartitionedNorm
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import truncated_glorot_
 from nn.layers.interactions.experts import Towers
-from nn.layers.mlp import round_up
+from nn.layers.mlp import fused, round_up
 from nn.layers.pooled_embeddings import PooledEmbeddings, join
 from nn.models.features import chosen_features, rates
 from nn.models.model import Activations, Model
 from nn.models.options import STAROptions
-from nn.ops.fused_linear import as_autocast
+from nn.ops.fused_linear import as_autocast, can_fuse
 
 # B: samples, C: columns of numerical features and embeddings, P: domains, T: tasks
 
 
 class StarLayer(nn.Module):
-    """Star Topology FCN: layers (W_p * W) x + (b_p + b) of all domains, as one batched product.
+    """Star Topology FCN: layers (W_p * W) x + (b_p + b) of all domains.
 
     The paper gives no initial weights: W begins as that of an MLP, W_p at 1 and the biases at 0, so all domains as one.
     """
@@ -39,9 +39,13 @@ class StarLayer(nn.Module):
     def initialise(self, generator: torch.Generator) -> None:
         truncated_glorot_(self.weight, generator)
 
+    def of_domains(self) -> tuple[Tensor, Tensor]:
+        """Return weights [P, inputs, outputs] and biases [P, 1, outputs]."""
+        return self.weight * self.domain_weight, self.bias + self.domain_bias
+
     def forward(self, x: Tensor) -> Tensor:
         """Map [P, B, inputs] to [P, B, outputs]."""
-        bias, weight = self.bias + self.domain_bias, self.weight * self.domain_weight
+        weight, bias = self.of_domains()
         return torch.baddbmm(bias.to(x.dtype), x, weight.to(x.dtype))
 
 
@@ -75,7 +79,8 @@ class STAR(Model):
         widths = options.hidden if options.batch_norm else []
         self.norms = nn.ModuleList(PartitionedNorm(domains, width) for width in widths)
         rate, count = options.dropout, len(options.hidden)
-        self.dropouts = nn.ModuleList(Dropout(rate) for _ in range(count if rate else 0))
+        dropouts = nn.ModuleList(Dropout(rate) for _ in range(count if rate else 0))
+        self.dropouts = cast(Sequence[Dropout], dropouts)
         self.domain_vectors = nn.Parameter(torch.empty(domains, options.embedding_dim))
         self.auxiliary = Towers(
             columns + options.embedding_dim, num_tasks, options.auxiliary_hidden, **rates(options)
@@ -103,21 +108,34 @@ class STAR(Model):
         x = join(as_autocast(torch.cat(numbers, 1)) if self.prefix_columns else None, embeddings)
         domains = torch.arange(len(self.domain_vectors), device=x.device)
         chosen = (numerical[:, self._domain, None] == domains).to(self.domain_vectors.dtype)
-        hidden = nn.functional.pad(self.norm(x, chosen), (0, self._padding))
-        hidden = hidden.expand(len(domains), -1, -1)
-        for number, layer in enumerate(self.layers[:-1]):
-            hidden = layer(hidden)
-            if self.norms or self.dropouts:  # Each row counts once, in its own domain.
-                hidden = _own(hidden, chosen)
-            hidden = torch.relu(self.norms[number](hidden, chosen) if self.norms else hidden)
-            hidden = self.dropouts[number](hidden) if self.dropouts else hidden
-            hidden = hidden.expand(len(domains), -1, -1)
-        logits = _own(self.layers[-1](hidden), chosen).float()
+        normed = nn.functional.pad(self.norm(x, chosen), (0, self._padding))
+        fuses = not self.norms and can_fuse(normed, self.layers[0].weight)
+        logits = self._fused(normed) if fuses else self._plain(normed, chosen)
+        logits = _own(logits, chosen).float()
         vectors = (chosen @ self.domain_vectors).to(x.dtype)
         auxiliary = self.auxiliary([torch.cat([x, vectors], 1)] * logits.shape[1])
         is_known = chosen.sum(1).float()
         logits = logits + 0 / is_known.unsqueeze(1)
         return auxiliary + (logits.squeeze(1) if auxiliary.dim() == 1 else logits)
+
+    def _plain(self, x: Tensor, chosen: Tensor) -> Tensor:
+        domains = chosen.shape[1]
+        for number, layer in enumerate(self.layers[:-1]):
+            x = _own(
+                layer(x.expand(domains, -1, -1)), chosen
+            )  # Each row counts once, in its own domain.
+            x = torch.relu(self.norms[number](x, chosen) if self.norms else x)
+            x = self.dropouts[number](x) if self.dropouts else x
+        return self.layers[-1](x.expand(domains, -1, -1))
+
+    def _fused(self, x: Tensor) -> Tensor:
+        """Compute each domain's network by itself, by the kernels of MLPs, which is faster than batched products."""
+        weights, biases = zip(*(layer.of_domains() for layer in self.layers), strict=True)
+        layers = zip([of.mT for of in weights], [of.squeeze(1) for of in biases], strict=True)
+        of_layers = [as_autocast(of).unbind() for layer in layers for of in layer]
+        networks = zip(*of_layers, strict=True)
+        x = as_autocast(x)
+        return torch.stack([fused(x, of[::2], of[1::2], self.dropouts) for of in networks])
 
 
 def _own(x: Tensor, chosen: Tensor) -> Tensor:

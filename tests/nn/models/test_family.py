@@ -53,6 +53,7 @@ from nn.models.star import STAR
 from nn.models.wide_deep import WideDeep
 from nn.models.wukong import WuKong
 from nn.models.xdeepfm import XDeepFM
+from tests.helpers.gpus import needs_no_gpu, needs_one_gpu
 from tests.helpers.specs import feature, sized_spec, spec_of
 from tests.plain_models import PLAIN
 
@@ -130,6 +131,9 @@ PAIRS = spec_of(
 EXPERTS = {"experts": 3, "expert_hidden": [8, 6]}
 LEVELS = {"levels": 2, "task_experts": 2, "shared_experts": 3, "expert_hidden": [8, 6]}
 
+STAR_OPTIONS = STAROptions(
+    embedding_dim=D, domain="I1", domains=3, hidden=[7, 5], auxiliary_hidden=[6]
+)
 CASES = {
     "wide_deep": Case(
         "wide_deep",
@@ -299,9 +303,7 @@ CASES = {
     "star": Case(
         "star",
         lambda: STAR(
-            STAROptions(
-                embedding_dim=D, domain="I1", domains=3, hidden=[7, 5], auxiliary_hidden=[6]
-            ),
+            STAR_OPTIONS,
             sized_spec(N, F, 2),
         ),
         [D] * F,
@@ -383,6 +385,41 @@ def test_a_row_of_an_unknown_domain_has_no_score():
     numerical[1, 1], numerical[3, 1] = 3, 0.5
     is_lost = model(numerical, torch.cat(lookups, 1)).isnan()
     assert is_lost.tolist() == [[False] * 2, [True] * 2, [False] * 2, [True] * 2, [False] * 2]
+
+
+def check_networks_of_domains(device: str, tasks: int, monkeypatch) -> None:
+    """Logits and gradients of domains' networks by the kernels of MLPs are those of batched products, with dropout too."""
+    torch.set_float32_matmul_precision("highest")
+    options = replace(STAR_OPTIONS, dropout=0.3)
+    case = Case("star", lambda: STAR(options, sized_spec(N, F, tasks)), [D] * F, {"domain": 1})
+    model = built(case).to(device)
+    state = PassState(1, torch.device(device))
+    attach(model, state)
+    state.set(3, B, B, B)
+    numerical, lookups = inputs_of(case)
+    numerical[1, 1] = numerical[4, 1] = 1  # the domain without a row of `inputs_of`
+    embeddings, results = torch.cat(lookups, 1).to(device).requires_grad_(), []
+    for fused in (True, False):
+        monkeypatch.setattr("nn.models.star.can_fuse", lambda *_, fused=fused: fused)
+        logits = model(numerical.to(device), embeddings)
+        assert logits.dtype is torch.float32
+        weights = torch.arange(1.0, 1 + logits.numel(), device=device).view_as(logits)
+        leaves = [embeddings, *model.parameters()]
+        results.append([logits, *torch.autograd.grad((logits * weights).sum(), leaves)])
+    for ours, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-4)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_interpreted_networks_of_domains_equal_the_batched_ones(tasks, monkeypatch):
+    check_networks_of_domains("cpu", tasks, monkeypatch)
+
+
+@needs_one_gpu
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_on_a_gpu_networks_of_domains_equal_the_batched_ones(tasks, monkeypatch):
+    check_networks_of_domains("cuda", tasks, monkeypatch)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
