@@ -166,17 +166,17 @@ def main() -> None:
     options = writer_options(__doc__, defaults)
     days, num_rows = int(options["days"]), int(options["rows"])
     processes = int(options["processes"] or os.cpu_count() or 1)
-    began = perf_counter()
-    written = 0
+    began, written = perf_counter(), 0
     output = Path(options["output"])
+    if there := next(output.glob("day_*"), None):
+        raise SystemExit(f"error: {there} exists, and may be real; set output to a new directory")
     with held_output(output):
         for path, size in write_days(output, days, num_rows, int(options["seed"]), processes):
             written += size
             print(f"{path}: {num_rows:,} rows, {size / 1e6:,.1f} MB", flush=True)
-    seconds = perf_counter() - began
-    rate = days * num_rows / seconds
+    seconds, rows = perf_counter() - began, days * num_rows
     print(
-        f"{days * num_rows:,} rows, {written / 1e9:,.2f} GB in {seconds:,.1f} s, {rate:,.0f} rows/s"
+        f"{rows:,} rows, {written / 1e9:,.2f} GB in {seconds:,.1f} s, {rows / seconds:,.0f} rows/s"
     )
 
 

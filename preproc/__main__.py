@@ -102,6 +102,7 @@ def _was_complete(config: PreprocConfig, output: Path) -> bool:
 
 def execute(config: PreprocConfig) -> None:
     """Run `config.mode` on local copies of what lies on object stores, and upload an output that belongs there."""
+    Path(config.temp_directory or ".").mkdir(parents=True, exist_ok=True)
     if config.mode is Mode.describe:
         from preproc.describe.command import run_describe
 

@@ -101,7 +101,7 @@ def write_export(
             f"format=tf2 has no place for the raw keys of table {keyed[0]}, without which its rows mean nothing; use npy or "
             "safetensors"
         )
-    names = list(selection.tables or exported.tables)
+    names = list(dict.fromkeys(selection.tables or exported.tables))
     names = names if Component.tables in selection.parts else []
     record: dict[str, Any] = {"checkpoint": exported.name, "format": format.name}
     with new_output(output) as unfinished:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from configs.options import refuse
 from configs.schema import Config
 from dataloading.dataset.durable_files import replace_file
 from dataloading.storage.object_store import is_remote
@@ -17,33 +18,35 @@ from nn.checkpoint.directory import BEST, CHECKPOINTS, list_checkpoints
 from nn.distributed.launcher import is_launched
 from nn.scores.score_file import SCORE, open_score_file
 
-OWN = ("predict.average", "output", "checkpoint.restore", "config")
-"""Options that the commands of the runs have with other values."""
+OWN = ("config", "checkpoint.restore")
+"""Options that each run has of its own."""
 BLOCK_ROWS = 1 << 16
 
 
 def average(config: Config, arguments: Sequence[str]) -> None:
     """Score rows with each run of `predict.average`, which gets the arguments of this command, and write the means.
 
-    Raises ValueError: a run has no checkpoint, or could not score the rows, or has other labels.
+    Raises ValueError: a run is named twice, has no checkpoint, could not score the rows or has other labels, or the command
+    has an option that each run has of its own.
     """
     runs, output = [Path(run) for run in config.predict.average], Path(str(config.output))
+    options = [(text.partition("=")[0].lstrip("+~"), text) for text in arguments]
+    for name, text in options:
+        refuse(name in OWN, f"{text} and predict.average exclude each other; leave {name} out")
+    twice = len({run.resolve() for run in runs}) < len(runs)
+    refuse(twice, f"predict.average names a run twice: {', '.join(map(str, runs))}; name each once")
     if is_launched() or is_remote(str(config.output)):
         raise ValueError(
             "predict.average starts one process per run and writes a local file; leave the launcher out, and name a file"
         )
     checkpoints = [_checkpoint(run) for run in runs]
-    others = [text for text in arguments if text.partition("=")[0].lstrip("+~") not in OWN]
+    others = [text for name, text in options if name not in ("predict.average", "output")]
     with TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as work:
         files: list[pq.ParquetFile] = []
         for run, checkpoint in zip(runs, checkpoints, strict=True):
             path = Path(work) / f"{len(files)}.parquet"
-            own = [
-                f"config={run}/config.yaml",
-                f"checkpoint.restore={checkpoint}",
-                f"output={path}",
-            ]
-            if code := run_command([*others, *own]):
+            own = (f"config={run}/config.yaml", f"checkpoint.restore={checkpoint}")
+            if code := run_command([*others, *own, f"output={path}"]):
                 raise ValueError(f"{run} could not score the rows (exit code {code}), see above")
             files.append(pq.ParquetFile(path))
         schema = files[0].schema_arrow.remove_metadata()

@@ -211,7 +211,7 @@ def test_the_command_exports_without_torch(saved, tmp_path):
         "export",
         f"checkpoint={saved['adam']}",
         f"output={tmp_path / 'out'}",
-        "tables=[cat_3]",
+        "tables=[cat_3,cat_3]",
     ]
     # An install has no top-level `nn`, so it starts where a checkout's commands start.
     ended = start_command("-c", program, *arguments, directory=ROOT, program=sys.executable)

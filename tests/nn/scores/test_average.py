@@ -82,6 +82,18 @@ def test_a_run_that_cannot_score_ends_the_command_without_a_file(runs, tmp_path,
     assert not list(tmp_path.iterdir())
 
 
+def test_what_every_run_has_of_its_own_and_a_run_named_twice_are_refused(runs, tmp_path):
+    output = tmp_path / "mean.parquet"
+    ended = averaged(runs, output, f"checkpoint.restore={runs}/a/checkpoints/best")
+    assert ended.exit_code == 2
+    assert "and predict.average exclude each other; leave checkpoint.restore out" in ended.err
+    again = f"predict.average=[{runs / 'a'},{runs}/b/../a]"
+    ended = run_command("mode=predict", again, f"output={output}")
+    assert ended.exit_code == 2
+    assert "predict.average names a run twice" in ended.err
+    assert not output.exists()
+
+
 def test_scores_of_other_rows_are_not_averaged(runs, tmp_path, monkeypatch):
     def with_other_rows(options):
         more = "data.synthetic.test_rows=128" if "/b/" in " ".join(options) else "seed=1"

@@ -1,6 +1,7 @@
 """Generated day files are in Criteo's format, the same for the same seed, and as sparse and skewed as the real ones."""
 
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from benchmarks.day_files import (
     NUMERICAL_MISSING,
     _scrambled,
     lines,
+    main,
     write_day,
     write_days,
 )
@@ -83,5 +85,15 @@ def test_no_two_ranks_share_a_value():
 
 def test_preprocessing_reads_them(tmp_path, capsys):
     list(write_days(tmp_path / "days", 2, 400))
-    preproc("dataset=criteo_1tb", f"source={tmp_path}/days/day_*", f"output={tmp_path}/out")
+    options = (f"source={tmp_path}/days/day_*", f"output={tmp_path}/out")
+    # A directory for temporary files is made if it is missing.
+    preproc("dataset=criteo_1tb", *options, f"temp_directory={tmp_path}/deep/er")
     assert "400" in capsys.readouterr().out
+
+
+def test_days_that_are_there_are_not_overwritten(tmp_path, monkeypatch):
+    (tmp_path / "day_0").write_text("real\n")
+    monkeypatch.setattr(sys, "argv", ["day_files", f"output={tmp_path}", "rows=10"])
+    with pytest.raises(SystemExit, match="day_0 exists, and may be real"):
+        main()
+    assert (tmp_path / "day_0").read_text() == "real\n"
