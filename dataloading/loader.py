@@ -46,8 +46,7 @@ class LoaderSettings:
 
     batch_size: int  # rows of a batch over all ranks
     seed: int = 0  # of the shuffle
-    # rows that stay together when an epoch is shuffled, rounded up to the source's granule; 0 keeps
-    # the order on disk
+    # rows that stay together when an epoch is shuffled, rounded up to the source's granule; 0 keeps the order on disk
     shuffle_block: int = 0
     # batches read ahead; None: `READERS`, or `RAGGED_READERS` where a feature is ragged
     prefetch: int | None = None

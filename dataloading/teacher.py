@@ -83,8 +83,7 @@ class Teacher:
         """Set scales and bias so that these rows have DEVIATIONS and POSITIVE_RATE."""
         for name, values in self._parts(numerical, ids, events).items():
             deviation = float(values.std(dtype=np.float64))
-            # With uniform draws from a huge table few ids are known; scaling would amplify them, so the part
-            # is left out.
+            # With uniform draws from a huge table few ids are known; scaling would amplify them, so the part is left out.
             self._scales[name] = np.float32(
                 self._deviations[name] / deviation if deviation > 0.01 else 0
             )

@@ -54,11 +54,9 @@ class FittedState:
     files: dict[str, dict[str, Any]]  # bytes and CRC-32 of each file, as they were compared
     lineage: Lineage = field(default_factory=Lineage)  # its day and its identity
     limits: Mapping[str, Any] = field(default_factory=dict)
-    # fingerprints of the files whose values it and the fits before it have counted; none of an
-    # earlier version
+    # fingerprints of the files whose values it and the fits before it have counted; none of an earlier version
     read: Sequence[str] = ()
-    # the text of the number 5, by categorical feature whose values were numbers; none of an earlier
-    # version
+    # the text of the number 5, by categorical feature whose values were numbers; none of an earlier version
     five: Mapping[str, str] = field(default_factory=dict)
     # SQL types of columns that expressions read, text left out
     types: Mapping[str, str] = field(default_factory=dict)

@@ -54,10 +54,9 @@ class Work:
     def __init__(self, directory: Path, dataset: Path, state: dict[str, Any]) -> None:
         self.directory = directory  # path of the work directory
         self.dataset = dataset
-        # the record. Its `files` lists the complete files of the dataset, in the form of
-        # `metadata.files`, and `checked` the files of the work directory, each as its parts in
-        # order: [bytes, CRC-32], or [bytes, null] for a part that is being rewritten. A file of
-        # `growing` may be longer than its parts.
+        # the record. Its `files` lists the complete files of the dataset, in the form of `metadata.files`, and `checked` the
+        # files of the work directory, each as its parts in order: [bytes, CRC-32], or [bytes, null] for a part that is being
+        # rewritten. A file of `growing` may be longer than its parts.
         self.state = state
         for key, empty in (("files", {}), ("checked", {}), ("growing", [])):
             state.setdefault(key, empty)

@@ -159,8 +159,7 @@ class BinarySource(TimedSource):
 
 @dataclass(frozen=True, slots=True)
 class SplitColumns:
-    # labels, weight and keep rate that the split has, by name, [N]; uint8 for a binary label, else
-    # floats
+    # labels, weight and keep rate that the split has, by name, [N]; uint8 for a binary label, else floats
     columns: dict[str, np.ndarray]
     numerical: np.ndarray | None  # floats [N, num_numerical]; None without numericals
     # integers by feature: [N], [N, hotness], or flat for a ragged feature

@@ -66,8 +66,7 @@ class CategoricalFeature:
     # name of its table; features that name one table share it, since an id means the same in all of
     # them. None: the table is named like the feature.
     table: str | None = None
-    # whether the files hold int64 keys, 0 of missing ones, to which training gives rows of the
-    # table
+    # whether the files hold int64 keys, 0 of missing ones, to which training gives rows of the table
     is_dynamic: bool = False
 
     def __post_init__(self) -> None:
@@ -147,8 +146,7 @@ class FeatureSpec:
     metadata: dict[str, Any]  # any keys; the writer fills in `rows` and `files`
     # factor of a row's loss and of its part in the metrics; None: all rows count alike
     weight: RowColumn | None = None
-    # rate at which negatives such as this row were kept in the training rows; None without such a
-    # column
+    # rate at which negatives such as this row were kept in the training rows; None without such a column
     keep_rate: RowColumn | None = None
     sequences: tuple[SequenceGroup, ...] = ()
     teachers: tuple[RowColumn, ...] = ()  # scores of other models, from which a model may learn

@@ -88,8 +88,7 @@ class KeyTable:
         self._cells, self._entries = cells_for(capacity)
         self._leaving = np.zeros(0, np.int64)
         self._spare: np.ndarray | None = None
-        # addresses and numbers that kernels know the table by, int64 [Field]; `describe` may move
-        # them
+        # addresses and numbers that kernels know the table by, int64 [Field]; `describe` may move them
         self.fields = np.zeros(len(Field), np.int64)
         self.fields[Field.CELLS] = address_of(self._cells)
         self.fields[Field.NUM_CELLS] = len(self._cells)

@@ -296,8 +296,7 @@ class CheckpointManager:
     def _fits(self, state: State) -> bool:
         """Return whether every node has memory for the copies; checked once, before any rank allocates them."""
         if self._has_room is None:
-            copied = num_bytes(state, with_files=False)
-            needed = copied * self._ranks.local_world_size
+            needed = num_bytes(state, with_files=False) * self._ranks.local_world_size
             with open("/proc/meminfo") as stream:  # the file cache included
                 (line,) = [line for line in stream if line.startswith("MemAvailable:")]
             free = int(line.split()[1]) * 1024

@@ -28,8 +28,7 @@ class SavedModel:
     def open(cls, path: Path, option: str) -> Self:
         """Open a checkpoint or an export named by an option; ValueError if it is none, UnreadableError if nobody knows."""
         try:
-            facts = read_facts(path)
-            return cls(path, facts, read_index(path))
+            return cls(path, read_facts(path), read_index(path))
         except UnreadableError:
             raise
         except ValueError as error:

@@ -75,8 +75,7 @@ class Model(nn.Module):
     """
 
     Options: ClassVar[type[ModelConfig]]  # dataclass of the options, a subclass of `ModelConfig`
-    # columns that `forward` puts before the embeddings (`join_inputs`); the lookup leaves room for them, which saves a
-    # copy
+    # columns that `forward` puts before the embeddings (`join_inputs`); the lookup leaves room for them, which saves a copy
     prefix_columns: int = 0
     # whether `forward` gives all embeddings to one layer that looks up rows itself where it can, and to nothing
     # else; in training on one GPU nothing is then looked up before
@@ -141,8 +140,7 @@ class Model(nn.Module):
     @classmethod
     def adds_to_loss(cls) -> bool:
         """Return whether the loss that is trained is not that of the tasks alone."""
-        own = (cls.add_losses, cls.extra_losses)
-        return own != (Model.add_losses, Model.extra_losses)
+        return (cls.add_losses, cls.extra_losses) != (Model.add_losses, Model.extra_losses)
 
     def fp8_layers(self) -> Sequence[Fp8Layer]:
         """Return the layers with products that are wide enough to gain from 8 bits (`train.fp8`)."""

@@ -38,7 +38,6 @@ class SASRec(SequenceModel):
         x = self.tokens(parts.vectors, events)
         for block in self.blocks:
             x = block(x, events, parts.times)
-        last = pool(x, events, "last")
-        state = torch.where(events.lengths[:, None] > 0, self.norm(last), 0)
+        state = torch.where(events.lengths[:, None] > 0, self.norm(pool(x, events, "last")), 0)
         product = (state[:, : item.shape[1]] * item).sum(1, dtype=torch.float32)
         return product + self.logits(parts)

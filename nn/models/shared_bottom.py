@@ -35,5 +35,4 @@ class SharedBottom(TaskModel):
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
         """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
-        x = self.join_inputs(numerical, embeddings)
-        return self.towers([self.bottom(x)] * self._num_tasks)
+        return self.towers([self.bottom(self.join_inputs(numerical, embeddings))] * self._num_tasks)

@@ -18,8 +18,7 @@ STEP_FACTOR = 0x9E3779B9
 ROW_FACTOR = 0x85EBCA6B
 PAIR_FACTOR = 0xC2B2AE35
 
-# Bits of float32 numbers without the sign: infinity, the largest finite bf16 and fp16 numbers, the smallest normal fp16
-# number.
+# Bits of float32 numbers without the sign: infinity, the largest finite bf16 and fp16 numbers, the smallest normal fp16 number.
 INFINITY = 0x7F800000
 LARGEST_BF16 = 0x7F7F0000
 LARGEST_FP16 = 0x477FE000

@@ -13,7 +13,6 @@ class TableRows:
 
     weights: Tensor  # of the first feature's table, [rows, D]
     ids: Tensor  # row of every sample, feature after feature
-    # per feature the distance of its table from `weights`, in elements, and the position of the first sample's id;
-    # int64 [2, F]
+    # per feature the distance of its table from `weights`, in elements, and the position of the first sample's id; int64 [2, F]
     offsets: Tensor
     alignment: int  # largest divisor of all distances and of D, at most 16

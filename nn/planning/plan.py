@@ -21,8 +21,7 @@ class TablePlan:
     expansion_bytes: int = 0
     # mean number of vectors per sample: one per feature, or one per id without pooling
     num_vectors: float = 1.0
-    # memory of all its rows: `device`, or `host` or `disk` with an arena of rows on the device, which
-    # `bytes_per_rank` counts
+    # memory of all its rows: `device`, or `host` or `disk` with an arena of rows on the device, which `bytes_per_rank` counts
     tier: str = "device"
     cache_rows: int = 0  # rows of the arenas of all its ranks; 0 with tier `device`
     # weight and optimizer bytes in host memory of each of `ranks`, with tier `host`

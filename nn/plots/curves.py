@@ -34,9 +34,8 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class RunRecords:
-    # environment of the run, and its constants: `recipe`, `model`, `data`, `batch_size`, `seed`, `split` (that is
-    # evaluated), `trains_log_loss`, `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow),
-    # all of them optional
+    # environment of the run, and its constants: `recipe`, `model`, `data`, `batch_size`, `seed`, `split` (that is evaluated),
+    # `trains_log_loss`, `start_step`, `restored`, `teacher_auc` (the best AUC that synthetic labels allow), all of them optional
     header: Mapping[str, Any]
     # of training and of evaluations, in their order. A final evaluation is none of them: it may be of other rows,
     # and of a model of an earlier step

@@ -16,14 +16,7 @@ from configs.schema import Config
 from dataloading.batch import Batch
 from dataloading.storage.local_copy import local_path
 from dataloading.storage.object_store import is_remote
-from nn.build import (
-    build_key_maps,
-    build_step,
-    checked_plan,
-    device_type,
-    hardware_of,
-    open_source,
-)
+from nn.build import build_key_maps, build_step, checked_plan, device_type, hardware_of, open_source
 from nn.checkpoint.directory import read_facts
 from nn.checkpoint.other_tables import described_tables
 from nn.checks import check_optimizers

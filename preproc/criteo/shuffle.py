@@ -61,8 +61,7 @@ def shuffle_training(
 def worker_bytes(columns: list[StoredColumn], num_rows: int) -> int:
     """Return the most memory per thread: a bucket of the widest column twice, and its order."""
     widest = max(column.row_bytes for column in columns)
-    rows = min(num_rows, BUCKET_ROWS)
-    return rows * (2 * widest + np.dtype(np.int64).itemsize)
+    return min(num_rows, BUCKET_ROWS) * (2 * widest + np.dtype(np.int64).itemsize)
 
 
 def shuffle_rows(

@@ -9,9 +9,8 @@ import numpy as np
 from dataloading.keys.kernels.compiled import kernel
 from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL
 
-# Two codes with a special meaning: a missing field, and a non-hex field, whose text is stored beside the
-# codes. Non-hex is any field other than eight lower-case digits, or one that spells either of these two
-# codes.
+# Two codes with a special meaning: a missing field, and a non-hex field, whose text is stored beside the codes. Non-hex is any
+# field other than eight lower-case digits, or one that spells either of these two codes.
 MISSING = 0xFFFFFFFF
 NON_HEX = 0xFFFFFFFE
 # Range of integers whose transformed value is looked up: nearly all of Criteo's. The table has one more

@@ -137,8 +137,7 @@ class ColumnSummary:
     missing: float  # fraction of the rows without a value
     distinct: int | None = None  # values seen, of a categorical feature
     kept: int | None = None  # of these values, those with an id
-    # of a categorical feature, per limit of `COVERAGE_LIMITS` the values seen at least that often
-    # and their rows
+    # of a categorical feature, per limit of `COVERAGE_LIMITS` the values seen at least that often and their rows
     coverage: list[list[int]] | None = None
     rows: int = 0  # rows of the statistics
     distribution: Distribution | None = None  # of a numerical feature, as it is stored

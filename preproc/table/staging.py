@@ -55,8 +55,7 @@ OWN_COLUMN = re.compile(r"(file|order)_(_\d+)?")
 FLOAT_TYPES = ("float", "double")
 # Columns that order rows and events, and that divide rows.
 ORDERS = re.compile(r"(key|time|moment)\d+_|split_")
-# Types of numbers that become doubles without NaN.
-# Parquet, as DuckDB writes it, would round a hugeint.
+# Types of numbers that become doubles without NaN. Parquet, as DuckDB writes it, would round a hugeint.
 TIME_TYPE = re.compile(r"u?(tiny|small|big)?int(eger)?|decimal.*|float|double|date|timestamp.*")
 # Values, and items of lists, whose text would be the engine's own: DuckDB writes \\xC3\\xA9 for the bytes of an é.
 NO_TEXT_TYPE = re.compile(

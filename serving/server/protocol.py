@@ -193,8 +193,7 @@ def _entry(entry: Mapping[str, Any]) -> _Entry:
         or not all(type(size) is int and 0 <= size < 2**31 for size in shape)
     ):
         refuse(f"{where} has shape {shown(shape)}; want [rows] or [rows, columns]")
-    parameters = _parameters(entry, f"the parameters of {where}")
-    size = parameters.get("binary_data_size")
+    size = _parameters(entry, f"the parameters of {where}").get("binary_data_size")
     if size is not None and (type(size) is not int or size < 0):
         refuse(f"{where} has binary_data_size {shown(size)}; want a number of bytes")
     return _Entry(name, datatype, tuple(shape), entry.get("data"), size)

@@ -74,8 +74,7 @@ class TargetAttention(nn.Module):
             weights = torch.softmax(torch.where(is_item, weights, least), dim=1)
         pooled = (torch.where(is_item, weights, 0) * history).sum(1)
         if self.pooling == "mean":
-            num_items = is_item.sum(1)
-            pooled = pooled / num_items.clamp(min=1).to(pooled.dtype)
+            pooled = pooled / is_item.sum(1).clamp(min=1).to(pooled.dtype)
         return pooled
 
     def of_events(self, query: Tensor, events: Tensor, at: SamplePositions) -> Tensor:

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from nn.ops.column_blocks import GradientBlocks
 from nn.ops.hstu_attention import JaggedPositions
+from nn.ops.triton.jagged_attention import with_packed_heads
 
 # Columns of a head are powers of two, of at least 16 for tensor cores.
 FORWARD = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
@@ -70,7 +71,7 @@ class _Attention(torch.autograd.Function):
         scale: float,
         gradients: tuple[GradientBlocks, Sequence[int]] | None,
     ) -> Tensor:
-        q, k, v = (_with_packed_heads(of) for of in (q, k, v))
+        q, k, v = (with_packed_heads(of) for of in (q, k, v))
         ctx.positions, ctx.options = (keys, queries), (num_candidates, scale)
         ctx.gradients = gradients
         ctx.save_for_backward(q, k, v, norm)
@@ -97,11 +98,6 @@ class _Attention(torch.autograd.Function):
         sizes = _blocks(OF_QUERIES, q, queries)
         _launch(_of_queries, queries, "BLOCK_Q", sizes, (*inputs, of_q), q, k, v, *ctx.options)
         return of_q, of_k, of_v, *[None] * 6
-
-
-def _with_packed_heads(values: Tensor) -> Tensor:
-    """Return [C, H, K] with all heads of a position side by side; positions may be further apart."""
-    return values if values.stride()[1:] == (values.shape[2], 1) else values.contiguous()
 
 
 def _empty(like: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def attend(
     bias: ScoreBias,
 ) -> Tensor:
     """Map queries [Q, H, K], keys and values [C, H, K], all of one dtype, to [Q, H, K]."""
-    q, k, v = (_with_rows(each.to(q.dtype)) for each in (q, k, v))
+    q, k, v = (with_packed_heads(each.to(q.dtype)) for each in (q, k, v))
     biases = (bias.position, bias.time, bias.times)
     biases = tuple(None if each is None else each.contiguous() for each in biases)
     samples = (queries.starts, queries.lengths, at.starts, at.lengths)
@@ -165,8 +165,8 @@ def blocks(x: Operands) -> list[dict[str, int]]:
     return [{"M": few, "N": block, "num_warps": 4, "num_stages": 2}] * 3
 
 
-def _with_rows(x: Tensor) -> Tensor:
-    """Return a tensor [C, H, K] whose positions hold their heads side by side; positions may lie apart."""
+def with_packed_heads(x: Tensor) -> Tensor:
+    """Return [C, H, K] with all heads of a position side by side; positions may be further apart."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
