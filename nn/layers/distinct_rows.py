@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
+
+from nn.ops.jagged import rows_at
 
 # B: samples, C: capacity for the ids of a feature, R: capacity for distinct rows, D: columns
 
@@ -41,13 +42,13 @@ class DistinctRows:
         """Return the row of each id, [C, D]; the backward pass adds up the gradients of a row in one order."""
         if self.vectors is not None:
             return self.vectors()
-        return embedding(self.positions, self.rows)
+        return rows_at(self.rows, self.positions)
 
     def by_sample(self) -> Tensor:
         """Return the row of each sample's first id, [B, D]."""
         if self.hotness == 1:
             return self.by_id()
-        return embedding(self.positions.index_select(0, self.starts), self.rows)
+        return rows_at(self.rows, self.positions.index_select(0, self.starts))
 
     def of_samples(self, first: int, end: int, room: int | None = None) -> "DistinctRows":
         """Return the same of some samples, with `part_of` the positions where samples differ in their number of ids.

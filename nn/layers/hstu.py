@@ -11,7 +11,6 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import initialise_without_bias_, normal_, uniform_
@@ -19,6 +18,7 @@ from nn.layers.sequence import LayerNorm
 from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import RowsAt, SwishMLP, draw_normal_
 from nn.ops.hstu_attention import JaggedPositions
+from nn.ops.jagged import rows_at
 
 # B: samples, C: events with room for, P: positions, K: context vectors, M: candidates, D: columns of a position
 
@@ -140,21 +140,21 @@ class ItemVectors(nn.Module):
         item, *others = rows
         of_item, *of_others = positions
         if self._mlps == "position":
-            vectors = self.item(embedding(of_item, item))
+            vectors = self.item(rows_at(item, of_item))
         elif self.additional is None:
             return RowsAt(self.item(item), of_item)
         elif self._mlps == "row":
-            vectors = embedding(of_item, self.item(item))
+            vectors = rows_at(self.item(item), of_item)
         else:
             indices = [self._of_rows(of_item, other, item.shape[0]) for other in of_others]
-            joined = torch.cat(list(map(embedding, indices, others)), dim=1)
+            joined = torch.cat(list(map(rows_at, others, indices)), dim=1)
             pairs = zip(indices, of_others, strict=True)
             agree = torch.stack([(index[of_item] == other).all() for index, other in pairs]).all()
             of_rows = self.item(item) + self.additional(joined)
             none_or_nan = torch.where(agree, 0.0, torch.nan).to(of_rows.dtype)
             return RowsAt(of_rows + none_or_nan, of_item)
         if self.additional is not None:
-            joined = torch.cat(list(map(embedding, of_others, others)), dim=1)
+            joined = torch.cat(list(map(rows_at, others, of_others)), dim=1)
             vectors = vectors + self.additional(joined)
         return RowsAt.each(vectors)
 

@@ -11,7 +11,7 @@ from functools import reduce
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import linear, silu
 
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
@@ -19,7 +19,7 @@ from nn.layers.sequence import LayerNorm
 from nn.ops.column_blocks import GradientBlocks, column_blocks
 from nn.ops.fused_linear import as_autocast, can_fuse
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
-from nn.ops.jagged import pad
+from nn.ops.jagged import pad, rows_at
 
 # B: samples, R: rows, C: positions, D: columns of a position, H: heads, K: columns of a head, L: most positions of a sample
 
@@ -109,7 +109,7 @@ class PositionDropout(Dropout):
             from nn.ops.triton.row_sums import sum_of_rows
 
             return sum_of_rows(tables, indices, scales, self.mask, where)
-        total = reduce(torch.add, map(torch.mul, map(embedding, indices, tables), scales))
+        total = reduce(torch.add, map(torch.mul, map(rows_at, tables, indices), scales))
         return as_autocast(total if self.mask is None else self.mask.apply(total, where))
 
 

@@ -18,6 +18,7 @@ from nn.models.event_features import find_events
 from nn.models.model import Activations, Model
 from nn.models.options import AttentionNorm, HSTUOptions, QueryTime
 from nn.ops.hstu_attention import JaggedPositions
+from nn.ops.jagged import rows_at
 
 # B: samples, N: numerical features, K: context vectors, M: candidates, P: positions, D: columns of a position
 
@@ -135,7 +136,7 @@ class HSTU(Model):
         if not options.last_layer_of_candidates:
             x = x.index_select(0, parts.at.last(num_candidates)[1])
         # Not by id, which would look up the rows of all events too.
-        own = [nn.functional.embedding(of.positions[: x.shape[0]], of.rows) for of in items]
+        own = [rows_at(of.rows, of.positions[: x.shape[0]]) for of in items]
         item = self.candidate(torch.cat(own, dim=1))
         logits = self.head(self.user(x, hours) * item).float().view(at.starts.shape[0], -1)
         return logits.squeeze(1) if logits.shape[1] == 1 else logits

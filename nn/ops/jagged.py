@@ -5,15 +5,19 @@ hold anything, NaN too: what is returned for them is zero, and so is their gradi
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding
 
-# B: samples, C: positions, D: columns (any number of dimensions), L: most positions of a sample.
+# B: samples, C: positions, D: columns (any number of dimensions), L: most positions of a sample, R: rows of a table.
 # Sizes are asked by `shape`, since `len` would be a constant of an exported program.
 
 Pooling = Literal["sum", "mean", "last"]
+FEW_ROWS = 64
+"""Up to so many rows gradients are added up by a product, since torch adds up those of one row by one thread a column."""
 
 
 class SamplePositions(Protocol):
@@ -38,6 +42,40 @@ class Positions:
     # sample of each position, integer [C]; any sample where a position belongs to none
     samples: Tensor
     max_length: int  # L
+
+
+@torch.compiler.disable
+def rows_at(table: Tensor, index: Tensor) -> Tensor:
+    """Return the row of each position, [C, D], of a table [R, D]; the backward pass adds up the gradients of a row in one order."""
+    # Elsewhere torch's own has one order too.
+    is_ordered = not table.is_cuda or torch.compiler.is_exporting()
+    return embedding(index, table) if is_ordered else _RowsAt.apply(table, index)
+
+
+class _RowsAt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
+        ctx.rows, ctx.index = table.shape[0], index
+        return embedding(index, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return row_sums(grad, ctx.index, ctx.rows), None
+
+
+def row_sums(grad: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Return the sums of the gradients [C, D] of each row at its positions, [R, D], added up in one order."""
+    if rows <= FEW_ROWS:
+        is_row = torch.arange(rows, device=index.device)[:, None] == index
+        return is_row.to(grad.dtype) @ grad
+    # Otherwise torch 2.13 adds up the gradients of some hundred rows by atomics.
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return torch.ops.aten.embedding_dense_backward(grad, index, rows, -1, False)
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def offsets(at: SamplePositions) -> tuple[Tensor, Tensor]:

@@ -7,14 +7,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from dataloading.dataset.sequences import SequenceGroup
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import truncated_normal_
 from nn.layers.sequence import LayerNorm, SamplePositions, ScoreBias, attend
 from nn.layers.sequence_events import SequenceEvents
-from nn.ops.jagged import offsets
+from nn.ops.jagged import offsets, rows_at
 from nn.ops.jagged_attention import time_bucket
 
 # B: samples, C: positions of the events of all samples, D: columns of a token, H: heads
@@ -59,9 +58,9 @@ class EventTokens(nn.Module):
         """Map [C, D] to [C, D] in the same dtype."""
         offset, is_event = offsets(events)
         behind = events.lengths[events.samples] - 1 - offset
-        x = vectors + embedding(behind.clamp(0, len(self.places) - 1), self.places)
+        x = vectors + rows_at(self.places, behind.clamp(0, len(self.places) - 1))
         if self._time is not None and self.ages is not None:
-            x = x + embedding(time_bucket(events.numbers[self._time], TIME_BUCKETS), self.ages)
+            x = x + rows_at(self.ages, time_bucket(events.numbers[self._time], TIME_BUCKETS))
         if self.numbers is not None:
             numbers = torch.stack([events.numbers[name] for name in self._names], dim=1)
             x = x + torch.where(is_event[:, None], numbers, 0).to(x.dtype) @ self.numbers

@@ -11,14 +11,13 @@ from torch.autograd.function import once_differentiable
 
 from nn.ops.dropout_mask import DropoutMask
 from nn.ops.fused_linear import autocast_dtype
+from nn.ops.jagged import row_sums
 from nn.ops.triton.dropout import apply_mask, is_kept, mask_arguments, row_bits
 
 # R: rows of a table, P: positions, D: columns
 
 BLOCK = 2048
 """Numbers that a program writes at once."""
-FEW_ROWS = 64
-"""Up to so many rows gradients are added up by a product, since torch adds up those of one row by one thread a column."""
 
 
 @torch.compiler.disable
@@ -75,17 +74,9 @@ class _SumOfRows(torch.autograd.Function):
         grad = grad.contiguous() if mask is None else apply_mask(grad, mask, at=at)
         found = []
         for index, scale, (rows, dtype) in zip(indices, scales, ctx.rows, strict=True):
-            of_table = _summed(grad, index, rows).to(dtype)
+            of_table = row_sums(grad, index, rows).to(dtype)
             found.append(of_table if scale == 1 else of_table * scale)
         return None, None, None, None, *found
-
-
-def _summed(grad: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Return the sums of the gradients of each row, [R, D]."""
-    if rows > FEW_ROWS:
-        return torch.ops.aten.embedding_dense_backward(grad, index, rows, -1, False)
-    is_row = torch.arange(rows, device=index.device)[:, None] == index
-    return is_row.to(grad.dtype) @ grad
 
 
 @triton.jit(do_not_specialize=["key", "threshold", "positions"])

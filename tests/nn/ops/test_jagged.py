@@ -1,13 +1,18 @@
 """Sums, softmax and attention over the positions of samples are those of each sample alone, in float64 with gradients."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+import nn
 from nn.ops import jagged
-from nn.ops.jagged import Positions
+from nn.ops.jagged import Positions, row_sums, rows_at
 from nn.ops.jagged_attention import ScoreBias, attend, time_bucket
+from tests.helpers.gpus import needs_one_gpu
 from tests.nn.ops.jagged_samples import drawn, is_used, samples_of
 
 LENGTHS = [3, 0, 1, 5, 2]
@@ -132,3 +137,47 @@ def test_buckets_of_times_double():
     assert time_bucket(times, 32).tolist() == [0, 0, 0, 0, 0, 1, 1, 2, 2, 31, 31]
     assert time_bucket(times, 64).tolist() == [0, 0, 0, 0, 1, 2, 3, 4, 5, 62, 63]
     assert time_bucket(times, 16).tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 1, 15, 15]
+
+
+def check_row_sums(device: str, rows: int, positions: int) -> None:
+    """Gradients of rows have the bits of two runs, and are as exact as sums in 32 bits."""
+    generator = torch.Generator().manual_seed(rows)
+    # Most positions have one of a few rows: that of a missing value, the oldest bucket.
+    index = (torch.rand(positions, generator=generator) ** 4 * rows).long().to(device)
+    grad = torch.randn(positions, 16, generator=generator).to(device)
+    table = torch.randn(rows, 16, generator=generator).to(device).requires_grad_()
+    torch.set_float32_matmul_precision("highest")
+    found = []
+    for _ in range(3):
+        out = rows_at(table, index)
+        assert torch.equal(out, table[index])
+        found += torch.autograd.grad(out, table, grad)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    wanted = torch.zeros(rows, 16, dtype=torch.float64, device=device)
+    wanted.index_add_(0, index, grad.double())
+    torch.testing.assert_close(found[0].double(), wanted, rtol=1e-4, atol=1e-2)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_gradients_of_rows_at_positions_are_their_sums():
+    for rows in (1, 64, 65, 700):
+        check_row_sums("cpu", rows, 5_000)
+        grad = torch.randn(5_000, 16)
+        index = torch.randint(rows, (5_000,))
+        plain = torch.zeros(rows, 16).index_add_(0, index, grad)
+        torch.testing.assert_close(row_sums(grad, index, rows), plain, rtol=1e-4, atol=1e-4)
+
+
+@needs_one_gpu
+def test_on_a_gpu_gradients_of_rows_at_positions_have_the_same_bits():
+    """Also where rows are few and positions many, for which torch has a way by atomics."""
+    for rows in (1, 64, 65, 100, 130, 200, 1_000, 3_000):
+        check_row_sums("cuda", rows, 300_000)
+
+
+def test_models_look_no_rows_up_whose_gradients_torch_would_add_up_in_any_order():
+    root = Path(nn.__file__).parent
+    for path in (*root.glob("layers/**/*.py"), *root.glob("models/**/*.py")):
+        assert not re.search(r"import .*\bembedding\b|functional\.embedding", path.read_text()), (
+            path
+        )
