@@ -39,6 +39,7 @@ class Shape(NamedTuple):
     STAGES: int = 1  # rows that are on their way at once, in the backward pass
     T: int = 1  # tokens, and whether they are mixed, of `nn.ops.triton.rankmixer`
     MIXES: bool = False
+    PIECE: int = 0  # columns of a piece of a row: tiles are [pieces, R, PIECE], or [R, C] for 0
 
 
 @torch.compiler.disable
@@ -96,10 +97,10 @@ class _Norm(torch.autograd.Function):
         eps, swish = ctx.options
         of_x = torch.empty_like(x)
         rows, programs, shape, num_warps = _backward_layout(x, BACKWARD, SWISH=swish)
-        sums = _partial_sums(x, programs)
+        sums = x.new_empty(programs, 2 * shape.C, dtype=torch.float32)
         inputs = grad.contiguous(), x, weight, bias, beside[0].contiguous() if beside else None
         _norm_gradient[(len(sums),)](*inputs, of_x, sums, rows, eps, shape, num_warps=num_warps)
-        return of_x, *_total(sums, weight), None, None, None
+        return of_x, *column_sums(sums).to(weight.dtype).chunk(2), None, None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -130,11 +131,11 @@ class _Gate(torch.autograd.Function):
         of_u = torch.empty_like(a) if ctx.gradients is None else ctx.gradients.block(0)
         of_a = torch.empty_like(a)
         programs, rest = _gate_arguments(u, a, *ctx.options, is_backward=True)
-        sums = _partial_sums(a, programs)
+        sums = a.new_empty(programs, 2 * a.shape[1], dtype=torch.float32)
         results = of_u, of_a, sums
         rest["of_u_stride"] = of_u.stride(0)
         _gate_gradient[(len(sums),)](grad.contiguous(), u, a, weight, bias, results, **rest)
-        return of_u, of_a, *_total(sums, weight), None, None
+        return of_u, of_a, *column_sums(sums).to(weight.dtype).chunk(2), None, None
 
 
 def _layout(x: Tensor, elements: int, **options: Any) -> tuple[int, int, Shape, int]:
@@ -173,39 +174,32 @@ def _gate_arguments(
 ) -> tuple[int, dict[str, Any]]:
     """Return the programs of a gate's kernel as `_layout`, and its arguments but the matrices and parameters."""
     options = {"WIDTH": (3 if concat else 1) * a.shape[1], "DROPS": mask is not None}
-    layout, elements = _layout, GATE_FORWARD
-    if is_backward:
-        layout, elements = _backward_layout, GATE_BACKWARD
+    kind = (_backward_layout, GATE_BACKWARD) if is_backward else (_layout, GATE_FORWARD)
+    layout, elements = kind
     rows, programs, shape, num_warps = layout(a, elements, **options)
-    arguments = mask_arguments(mask, rows, at, u)
-    arguments |= {"rows": rows, "u_stride": u.stride(0), "eps": eps, "S": shape}
-    return programs, arguments | {"num_warps": num_warps}
+    arguments = {"rows": rows, "u_stride": u.stride(0), "eps": eps, "S": shape}
+    return programs, mask_arguments(mask, rows, at, u) | arguments | {"num_warps": num_warps}
 
 
-def _partial_sums(x: Tensor, programs: int) -> Tensor:
-    """Return the memory of the sums of each program for weight and bias, [P, 2 C]."""
-    return x.new_empty(programs, 2 * x.shape[-1], dtype=torch.float32)
-
-
-def _total(sums: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    return column_sums(sums).to(weight.dtype).chunk(2)
+@triton.jit
+def row_mean(x, S: tl.constexpr):
+    """Return the mean of each row, [R, 1] or [1, R, 1]."""
+    x = tl.sum(x, 0, keep_dims=True) if S.PIECE else x
+    return tl.sum(x, -1, keep_dims=True) / S.C
 
 
 @triton.jit
 def normalise(x, inside, eps, S: tl.constexpr):
     """Return rows with the mean 0 and the variance 1, zeros outside, and what they were multiplied by, [R, 1]."""
-    mean = tl.sum(x, 1)[:, None] / S.C
-    centred = tl.where(inside, x - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, 1)[:, None] / S.C + eps)
+    centred = tl.where(inside, x - row_mean(x, S), 0.0)
+    rstd = tl.rsqrt(row_mean(centred * centred, S) + eps)
     return centred * rstd, rstd
 
 
 @triton.jit
 def input_gradient(grad, normalised, rstd, S: tl.constexpr):
     """Return the gradient of what was normalised from that of the result, which is 0 outside."""
-    mean = tl.sum(grad, 1)[:, None] / S.C
-    projection = tl.sum(grad * normalised, 1)[:, None] / S.C
-    return (grad - mean - normalised * projection) * rstd
+    return (grad - row_mean(grad, S) - normalised * row_mean(grad * normalised, S)) * rstd
 
 
 @triton.jit
@@ -219,22 +213,29 @@ def store(values, offset, result, inside):
 
 
 @triton.jit
+def columns_of(S: tl.constexpr):
+    """Return the columns of a tile, [1, C] or [pieces, 1, PIECE]."""
+    first = tl.arange(0, S.BLOCK_C // S.PIECE)[:, None, None] * S.PIECE if S.PIECE else 0
+    return first + tl.arange(0, S.PIECE if S.PIECE else S.BLOCK_C)[None, :]
+
+
+@triton.jit
 def parameters(weight, bias, S: tl.constexpr):
-    """Return the columns, [1, C], with weight and bias of each."""
-    column = tl.arange(0, S.BLOCK_C)[None, :]
+    """Return the columns with weight and bias of each."""
+    column = columns_of(S)
     return column, load(weight, column, column < S.C), load(bias, column, column < S.C)
 
 
 @triton.jit
 def zeros(S: tl.constexpr):
-    return tl.zeros((tl.constexpr(S.BLOCK_R), tl.constexpr(S.BLOCK_C)), tl.float32)
+    return tl.zeros((tl.constexpr(S.BLOCK_R), 1), tl.float32) + tl.zeros_like(columns_of(S))
 
 
 @triton.jit
 def store_sums(sums, of_weight, of_bias, column, S: tl.constexpr):
     offset = tl.program_id(0) * 2 * S.C + column
-    store(sums, offset, tl.sum(of_weight, 0)[None, :], column < S.C)
-    store(sums, offset + S.C, tl.sum(of_bias, 0)[None, :], column < S.C)
+    store(sums, offset, tl.sum(of_weight, -2, keep_dims=True), column < S.C)
+    store(sums, offset + S.C, tl.sum(of_bias, -2, keep_dims=True), column < S.C)
 
 
 @triton.jit(do_not_specialize=["rows"])

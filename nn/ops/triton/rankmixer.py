@@ -18,10 +18,8 @@ from torch.autograd.function import once_differentiable
 from nn.ops.fused_linear import weight_gradient
 from nn.ops.triton.column_sums import column_sums
 from nn.ops.triton.layer_norm import (
-    BACKWARD,
-    FORWARD,
-    PROGRAMS,
     Shape,
+    columns_of,
     input_gradient,
     load,
     normalise,
@@ -37,6 +35,11 @@ from nn.ops.triton.parameters import cast_parameters
 
 BLOCK_B, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(16), tl.constexpr(128), tl.constexpr(16)
 """A program of the activation processes `BLOCKS_OF_ROWS` blocks of a token in sequence and accumulates in registers."""
+FORWARD = BACKWARD = 4096  # numbers that a program of a norm reads at once
+PIECE = 256
+"""Columns of a piece of a row: 16 bytes of each thread of a warp, so that each warp has whole rows and waits for no other."""
+NORM, NORM_GRADIENT = {"num_warps": 4}, {"num_warps": 4, "maxnreg": 168}
+PROGRAMS = 396  # at most of a norm's gradient: 3 for each multiprocessor of an H100
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 
@@ -84,8 +87,8 @@ class _Block(torch.autograd.Function):
         norm = of.mixing_weight, of.mixing_bias
         of_mixed, *of_mixing, _ = _norm_gradient(of_sum, x, of_s, None, norm, ctx.eps)
         of_x = torch.empty_like(x)
-        programs, shape, num_warps = _norm_layout(x, FORWARD, mixes=True)
-        _add_mixed[(programs * len(x),)](of_mixed, of_x, x.shape[1], shape, num_warps=num_warps)
+        programs, shape = _norm_layout(x, FORWARD, mixes=True)
+        _add_mixed[(programs * len(x),)](of_mixed, of_x, x.shape[1], shape, **NORM)
         small = zip((up_bias, down_bias, *of_mixing, *of_norm), of[2:], strict=True)
         return of_x, None, None, *products, *(one.view_as(p).to(p.dtype) for one, p in small)
 
@@ -112,8 +115,7 @@ class _Network:
         of_hidden = torch.bmm(grad, down.mT)
         grid, sizes = _activation_layout(hidden)
         sums = hidden.new_empty(grid[2], len(s), hidden.shape[2], dtype=torch.float32)
-        inputs = of_hidden, hidden, self.of.up_bias, sums
-        _activation_gradient[grid](*inputs, *sizes)
+        _activation_gradient[grid](of_hidden, hidden, self.of.up_bias, sums, *sizes)
         of_up = weight_gradient(s, of_hidden, self.of.up)
         grad.baddbmm_(of_hidden, up.mT)  # s is read by the network and beside it
         return None, of_up, of_down, column_sums(sums.flatten(1))
@@ -124,9 +126,9 @@ def _add_norm(
 ) -> Tensor:
     """Return LN(x + y + its bias), or LN(x + the mixed tokens of x) without them, [T, B, D]."""
     out = torch.empty_like(x)
-    programs, shape, num_warps = _norm_layout(x, FORWARD, mixes=y is None)
-    inputs = x, y, y_bias, weight, bias
-    _norm[(programs * len(x),)](*inputs, out, x.shape[1], eps, shape, num_warps=num_warps)
+    programs, shape = _norm_layout(x, FORWARD, mixes=y is None)
+    grid = (programs * len(x),)
+    _norm[grid](x, y, y_bias, weight, bias, out, x.shape[1], eps, shape, **NORM)
     return out
 
 
@@ -144,23 +146,22 @@ def _norm_gradient(
     """
     tokens, samples, columns = x.shape
     of_sum = torch.empty_like(x)
-    programs, shape, num_warps = _norm_layout(x, BACKWARD, mixes=y_bias is None)
+    programs, shape = _norm_layout(x, BACKWARD, mixes=y_bias is None)
     programs = min(programs, max(PROGRAMS // tokens, 1))
     # A program without samples writes sums of zero.
     of_norm = x.new_empty(programs * tokens, 2 * columns, dtype=torch.float32)
     of_bias = x.new_empty(programs, tokens * columns, dtype=torch.float32)
-    inputs = grad.contiguous(), x, y, y_bias, *norm
-    rest = of_sum, of_norm, of_bias, samples, eps, shape
-    _norm_backward[(programs * tokens,)](*inputs, *rest, num_warps=num_warps)
+    tensors = grad.contiguous(), x, y, y_bias, *norm, of_sum, of_norm, of_bias
+    _norm_backward[(programs * tokens,)](*tensors, samples, eps, shape, **NORM_GRADIENT)
     of_y_bias = of_bias if y_bias is None else column_sums(of_bias)
     return of_sum, *column_sums(of_norm).chunk(2), of_y_bias
 
 
-def _norm_layout(x: Tensor, elements: int, *, mixes: bool) -> tuple[int, Shape, int]:
-    """Return a token's programs if each reads one block of samples, the kernel's constants, and the warps of a program."""
-    shape = shape_of(x, elements, T=len(x), MIXES=mixes)
-    num_warps = min(max(shape.BLOCK_C // 128, 4), 16)
-    return max(triton.cdiv(x.shape[1], shape.BLOCK_R), 1), shape, num_warps
+def _norm_layout(x: Tensor, elements: int, *, mixes: bool) -> tuple[int, Shape]:
+    """Return a token's programs if each reads one block of samples, and the kernel's constants."""
+    piece = min(triton.next_power_of_2(x.shape[2]), PIECE)
+    shape = shape_of(x, elements, T=len(x), MIXES=mixes, PIECE=piece)
+    return max(triton.cdiv(x.shape[1], shape.BLOCK_R), 1), shape
 
 
 def _activation_layout(hidden: Tensor) -> tuple[tuple[int, int, int], tuple[int, int]]:
@@ -191,14 +192,13 @@ def _load_mixed(x, block, column, samples, inside, S: tl.constexpr):
 
 
 @triton.jit
-def _load_sum(x, y, y_bias, block, column, samples, S: tl.constexpr):
+def _load_sum(x, y, shift, block, column, samples, S: tl.constexpr):
     offset, inside = _place(block, column, samples, S)
     values = load(x, offset, inside)
     if S.MIXES:
         values += _load_mixed(x, block, column, samples, inside, S)
     else:
-        at = tl.program_id(0) % S.T * S.C + column
-        values += load(y, offset, inside) + load(y_bias, at, column < S.C)
+        values += load(y, offset, inside) + shift
     return values
 
 
@@ -207,8 +207,10 @@ def _norm(x, y, y_bias, weight, bias, out, samples, eps, S: tl.constexpr):
     column, factor, shift = parameters(weight, bias, S)
     block = tl.program_id(0) // S.T
     offset, inside = _place(block, column, samples, S)
-    values = _load_sum(x, y, y_bias, block, column, samples, S)
-    store(out, offset, normalise(values, inside, eps, S)[0] * factor + shift, inside)
+    at = tl.program_id(0) % S.T * S.C + column
+    y_shift = 0.0 if S.MIXES else load(y_bias, at, column < S.C)
+    values = _load_sum(x, y, y_shift, block, column, samples, S)
+    store(out, offset, normalise(values, column < S.C, eps, S)[0] * factor + shift, inside)
 
 
 @triton.jit(do_not_specialize=["samples"])
@@ -217,29 +219,33 @@ def _norm_backward(
 ):
     column, factor, _ = parameters(weight, bias, S)
     of_weight, of_shift, of_token = zeros(S), zeros(S), zeros(S)
+    at = tl.program_id(0) % S.T * S.C + column
+    # In the loop it would be loaded for each block, by other threads than those that add it.
+    y_shift = 0.0 if S.MIXES else load(y_bias, at, column < S.C)
     first, programs = tl.program_id(0) // S.T, tl.num_programs(0) // S.T
     for block in range(first, tl.cdiv(samples, S.BLOCK_R), programs):
         offset, inside = _place(block, column, samples, S)
-        values = _load_sum(x, y, y_bias, block, column, samples, S)
+        values = _load_sum(x, y, y_shift, block, column, samples, S)
         slope = load(grad, offset, inside)
         if S.MIXES and y is not None:
             slope += load(y, offset, inside)
-        centred, rstd = normalise(values, inside, eps, S)
+        # Rows that are not there have no slope.
+        centred, rstd = normalise(values, column < S.C, eps, S)
         of_weight += slope * centred
         of_shift += slope
-        result = tl.where(inside, input_gradient(slope * factor, centred, rstd, S), 0.0)
+        result = input_gradient(slope * factor, centred, rstd, S)
         of_token += result
         store(of_sum, offset, result, inside)
     store_sums(of_norm, of_weight, of_shift, column, S)
     if not S.MIXES:
         at = tl.program_id(0) * S.C + column
-        store(of_bias, at, tl.sum(of_token, 0)[None, :], column < S.C)
+        store(of_bias, at, tl.sum(of_token, -2, keep_dims=True), column < S.C)
 
 
 @triton.jit(do_not_specialize=["samples"])
 def _add_mixed(x, out, samples, S: tl.constexpr):
     """Compute x and its mixed tokens: mixing twice gives x, so it is its own gradient."""
-    column = tl.arange(0, S.BLOCK_C)[None, :]
+    column = columns_of(S)
     block = tl.program_id(0) // S.T
     offset, inside = _place(block, column, samples, S)
     store(out, offset, _load_sum(x, x, x, block, column, samples, S), inside)

@@ -49,6 +49,8 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
     assert "barriers of row-wise Adagrad: 0 and 0" in done.stdout
+    # A warp has whole rows.
+    assert "shuffles and barriers of a norm's gradient in bf16: {(20, 0)}" in done.stdout
     # As which AutoInt's products were wrong on a GPU.
     assert "wgmma of AutoInt's layer: 0" in done.stdout
     # The processor cuts numbers off, the layer rounds them; 16 bits and float32 stay as they are.
@@ -295,13 +297,16 @@ def build_rankmixer() -> None:
         matrices = dict.fromkeys(("x", "y", "grad", "hidden", "out", "of_sum"), dtype)
         dtypes = matrices | of_columns | {"y_bias": "*fp32", "eps": "fp32", "columns": "i32"}
         aligned, block = [name for name in dtypes if name != "eps"], next_power_of_2(columns)
-        for mixes, given in ((True, pairs), (True, {"y_bias": None}), (False, {})):
-            shape = kernels.Shape(columns, block, 2048 // block, T=16, MIXES=mixes)
-            kind = {"num_warps": 8, "aligned": aligned, "S": shape, **given}
-            build(kernels._norm, dtypes, **kind)
-            build(kernels._norm_backward, dtypes, **kind)
-        shape = kernels.Shape(columns, block, 2048 // block, T=16, MIXES=True)
-        build(kernels._add_mixed, dtypes, 8, aligned=aligned, S=shape)
+        piece, waits = min(block, kernels.PIECE), set[tuple[int, int]]()
+        for mixes, given in ((False, {}), (True, pairs), (True, {"y_bias": None})):
+            shape = kernels.Shape(columns, block, 4096 // block, T=16, MIXES=mixes, PIECE=piece)
+            kind = {"aligned": aligned, "S": shape, **given}
+            build(kernels._norm, dtypes, **kind, **kernels.NORM)
+            code = build(kernels._norm_backward, dtypes, **kind, **kernels.NORM_GRADIENT)
+            loop = code.partition("\n$L__BB0_2")[2].partition("bra")[0]
+            waits.add((loop.count("shfl.sync"), loop.count("bar.sync")))
+        print(f"shuffles and barriers of a norm's gradient in {dtype[1:]}: {waits}")
+        build(kernels._add_mixed, dtypes, aligned=aligned, S=shape, **kernels.NORM)
         build(kernels._activate, dtypes, aligned=aligned)
         build(kernels._activation_gradient, dtypes, aligned=aligned)
 
