@@ -80,9 +80,9 @@ def activate(
 
     `hidden`: [T, B, C], contiguous. `bias`: [T, 1, C].
     """
-    activated = nn.functional.gelu(hidden.float() + bias.float()).to(hidden.dtype)
+    activated = nn.functional.gelu(hidden.float() + bias.float())
     stored = quantise(activated, INPUT, scale, transposed=transposed)
-    return stored, None if transposed else activated
+    return stored, None if transposed else activated.to(hidden.dtype)
 
 
 def quantise_gradient(
@@ -97,10 +97,9 @@ def quantise_gradient(
     wide = grad if activation is None else grad.masked_fill(activation <= 0, 0)
     if activation is not None and bias is not None:
         wide = torch.ops.aten.gelu_backward(grad.float(), activation.float() + bias.float())
-    rounded = wide.to(grad.dtype)
-    stored = quantise(rounded, GRADIENT, scale, transposed=transposed)
+    stored = quantise(wide, GRADIENT, scale, transposed=transposed)
     sums = wide.sum(-2, dtype=torch.float32)
-    return stored, None if transposed else rounded, sums.flatten()
+    return stored, None if transposed else wide.to(grad.dtype), sums.flatten()
 
 
 def add_product(

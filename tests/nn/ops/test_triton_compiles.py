@@ -335,23 +335,24 @@ def build_fp8() -> None:
     from nn.ops.triton.fp8 import cross_net as fp8_cross_net
     from nn.ops.triton.fp8 import quantise as fp8
 
-    eight = {"LIMIT": 448.0, "num_warps": fp8.NUM_WARPS}
     sizes = ("num_rows", "num_columns", "x", "x0", "rows", "words", "out")
     alone = {"wide": None, "sums": None}
     for rows, kind in (
         ("*fp8e4nv", {"bias": None}),
         ("*fp8e4nv", {"activation": None, "bias": None, **alone}),
         # GELU of per-token networks, and its gradient.
-        ("*fp8e4nv", {"activation": None, **alone, **fp8.FEWER_REGISTERS}),
-        ("*fp8e5", {"wide": None, **fp8.FEWER_REGISTERS}),
+        ("*fp8e4nv", {"activation": None, **alone}),
+        ("*fp8e5", {"wide": None, **fp8.MORE_REGISTERS}),
     ):
         dtypes = {"rows": rows, "bias": "*fp32", "sums": "*fp32"}
-        build(fp8._quantise, dtypes, aligned=sizes, **eight | kind)
+        build(fp8._quantise, dtypes, aligned=sizes, **fp8.OPTIONS | kind)
     for kind in ({}, {"out": None}):
-        build(fp8_cross_net._add_product, {"rows": "*fp8e4nv"}, aligned=sizes, **eight, **kind)
+        kind |= {"aligned": sizes, **fp8.OPTIONS}
+        build(fp8_cross_net._add_product, {"rows": "*fp8e4nv"}, **kind)
     for without in ("words", "wide"):
         kind = {"INDEX": 0, "NUM_LAYERS": 3, without: None}
-        build(fp8_cross_net._cross_backward, {"rows": "*fp8e5"}, aligned=sizes, **eight, **kind)
+        kind |= {"aligned": sizes, "num_warps": fp8.NUM_WARPS}
+        build(fp8_cross_net._cross_backward, {"rows": "*fp8e5"}, **kind)
 
 
 def build_mapping(ids: str) -> None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nn.ops.fp8 import GRADIENT, INPUT, LARGEST, Fp8Matrix, Scale
+from nn.ops.fp8 import GRADIENT, INPUT, Fp8Matrix, Scale
 from nn.ops.triton.column_sums import column_sums
 from nn.ops.triton.cross_net import layer_gradients
 from nn.ops.triton.fp8.quantise import (
@@ -16,6 +16,7 @@ from nn.ops.triton.fp8.quantise import (
     BLOCK_R,
     BLOCKS_OF_ROWS,
     NUM_WARPS,
+    OPTIONS,
     activate,
     allocate,
     grid,
@@ -24,6 +25,7 @@ from nn.ops.triton.fp8.quantise import (
     store_rounded,
     store_words,
 )
+from nn.ops.triton.layer_norm import load
 
 __all__ = ["activate", "add_product", "cross_backward", "quantise", "quantise_gradient"]
 
@@ -37,7 +39,7 @@ def add_product(
     out = torch.empty_like(x) if keep else None
     matrix, words = allocate(x, INPUT, scale, transposed=transposed)
     tensors = x, x0, factor, out, matrix.rows, words, (scale.factor, scale.latest)
-    _add_product[grid(x)](*tensors, *x.shape, LIMIT=LARGEST[INPUT], num_warps=NUM_WARPS)
+    _add_product[grid(x)](*tensors, *x.shape, **OPTIONS)
     return out, matrix
 
 
@@ -57,15 +59,13 @@ def cross_backward(
     programs = grid(x0)
     partial_sums = x0.new_empty(programs[1], x0.shape[1], dtype=torch.float32)
     tensors = grad, products, x0, factors, matrix.rows, words, wide, partial_sums
-    rest = (scale.factor, scale.latest), *x0.shape, index, len(factors), LARGEST[GRADIENT]
+    rest = (scale.factor, scale.latest), *x0.shape, index, len(factors)
     _cross_backward[programs](*tensors, *rest, num_warps=NUM_WARPS)
     return matrix, wide, column_sums(partial_sums)
 
 
 @triton.jit
-def _add_product(
-    x, x0, factor_of_x0, out, rows, words, scales, num_rows, num_columns, LIMIT: tl.constexpr
-):
+def _add_product(x, x0, factor_of_x0, out, rows, words, scales, num_rows, num_columns):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
     scale = tl.load(scales[0])
@@ -76,19 +76,17 @@ def _add_product(
         packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
         for byte in tl.static_range(4):
             offset = (word * 4 + byte) * num_columns + column
-            u = tl.load(factor_of_x0 + offset, mask=inside, other=0.0).to(tl.float32)
-            value = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32)
-            value += tl.load(x0 + offset, mask=inside, other=0.0).to(tl.float32) * u
+            u = load(factor_of_x0, offset, inside)
+            value = load(x, offset, inside) + load(x0, offset, inside) * u
             rounded = value.to(x.dtype.element_ty)
             if out is not None:
                 tl.store(out + offset, rounded, mask=inside)
             # The 8 bits are those of the 16-bit result, as without this fusion.
             value = rounded.to(tl.float32)
-            largest, packed = store_rounded(
-                value, largest, packed, rows, offset, inside, scale, LIMIT, byte
-            )
+            largest = tl.maximum(largest, tl.abs(value))
+            packed |= store_rounded(value, rows + offset, inside, scale, byte)
         if words is not None:
-            store_words(packed, words, word, column, num_rows, inside)
+            store_words(packed, words, first + block * BLOCK_R, num_rows, num_columns)
     tl.atomic_max(scales[1], tl.max(largest), sem="relaxed")
 
 
@@ -107,7 +105,6 @@ def _cross_backward(
     num_columns,
     INDEX: tl.constexpr,
     NUM_LAYERS: tl.constexpr,
-    LIMIT: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
@@ -132,11 +129,10 @@ def _cross_backward(
             if wide is not None:
                 tl.store(wide + offset, rounded, mask=inside)
             value = rounded.to(tl.float32)
-            largest, packed = store_rounded(
-                value, largest, packed, rows, offset, inside, scale, LIMIT, byte
-            )
+            largest = tl.maximum(largest, tl.abs(value))
+            packed |= store_rounded(value, rows + offset, inside, scale, byte)
         if words is not None:
-            store_words(packed, words, word, column, num_rows, inside)
+            store_words(packed, words, first + block * BLOCK_R, num_rows, num_columns)
     tl.atomic_max(scales[1], tl.max(largest), sem="relaxed")
     partial_sum = partial_sums + tl.program_id(1) * num_columns + column
     tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < num_columns)

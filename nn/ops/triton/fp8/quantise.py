@@ -3,14 +3,12 @@
 The transposed copy is made of words of four rows: they are transposed in registers of 32 bits, and stored by as many.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nn.ops.fp8 import GRADIENT, INPUT, LARGEST, MULTIPLE, Fp8Matrix, Scale
+from nn.ops.fp8 import GRADIENT, INPUT, MULTIPLE, Fp8Matrix, Scale
 from nn.ops.triton.column_sums import column_sums
 from nn.ops.triton.layer_norm import load
 
@@ -21,9 +19,9 @@ WORD = 4
 BLOCK_R, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(32), tl.constexpr(64), tl.constexpr(2)
 """A program processes `BLOCKS_OF_ROWS` blocks of `WORD` * `BLOCK_R` rows in sequence."""
 NUM_WARPS = 8
-"""More registers per thread than these leave would let fewer warps wait for memory at a time."""
-FEWER_REGISTERS = {"maxnreg": 80}
-"""Of a thread of GELU's kernels, of which three programs then run beside each other."""
+OPTIONS = {"num_warps": NUM_WARPS, "maxnreg": 64}
+"""More registers of a thread would let fewer warps wait for memory at a time: of these, four programs run at once."""
+MORE_REGISTERS = {"maxnreg": 80}  # of the kernel of GELU's gradient
 ROWS_OF_PROGRAM = WORD * BLOCK_R * BLOCKS_OF_ROWS
 
 
@@ -66,9 +64,8 @@ def quantise(
     """
     matrix, words = allocate(x, dtype, scale, transposed=transposed)
     tensors = x, activation, bias, matrix.rows, words, wide, partial_sums
-    rest = (scale.factor, scale.latest), *x.shape[-2:], LARGEST[dtype]
-    options = {} if bias is None else FEWER_REGISTERS
-    _quantise[grid(x)](*tensors, *rest, num_warps=NUM_WARPS, **options)
+    options = OPTIONS if activation is None or bias is None else OPTIONS | MORE_REGISTERS
+    _quantise[grid(x)](*tensors, (scale.factor, scale.latest), *x.shape[-2:], **options)
     return matrix
 
 
@@ -87,15 +84,13 @@ def allocate(
 
 def grid(x: Tensor) -> tuple[int, int, int]:
     """Return the programs of a matrix along its columns and rows, and the number of matrices."""
-    *tokens, num_rows, num_columns = x.shape
+    num_rows, num_columns = x.shape[-2:]
     programs = triton.cdiv(num_columns, BLOCK_C), triton.cdiv(num_rows, ROWS_OF_PROGRAM)
-    return *programs, math.prod(tokens)
+    return *programs, x.shape[:-2].numel()
 
 
 @triton.jit
-def _quantise(
-    x, activation, bias, rows, words, wide, sums, scales, num_rows, num_columns, LIMIT: tl.constexpr
-):
+def _quantise(x, activation, bias, rows, words, wide, sums, scales, num_rows, num_columns):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
     matrix = tl.program_id(2).to(tl.int64)
@@ -110,29 +105,31 @@ def _quantise(
         packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
         for byte in tl.static_range(4):
             offset = (matrix * num_rows + word * 4 + byte) * num_columns + column
-            value = load(x, offset, inside)
+            if activation is None and bias is not None:
+                # Far below 0, where GELU is 0, whatever the bias of rows that are not there.
+                value = tl.load(x + offset, mask=inside, other=-1e4).to(tl.float32) + shift
+                value = tl.maximum(value, 0.0) - tl.abs(value) * tail(value)
+            else:
+                value = load(x, offset, inside)
             if activation is not None:
                 result = load(activation, offset, inside)
                 if bias is None:
                     # Like torch, the kernel passes the gradient where the activation is NaN.
                     value = tl.where(result <= 0, 0.0, value)
                 else:
-                    share, density = normal(result + shift)
-                    value *= share + (result + shift) * density
-            elif bias is not None:
-                value = tl.where(inside, (value + shift) * normal(value + shift)[0], 0.0)
+                    result += shift
+                    share = tail(result)
+                    density = 0.3989422804014327 * tl.exp2(result * result * -0.7213475204444817)
+                    value *= tl.where(result < 0, share, 1 - share) + result * density
             if sums is not None:
                 total += value
-            rounded = value.to(x.dtype.element_ty)
             if wide is not None:
-                tl.store(wide + offset, rounded, mask=inside)
-            value = rounded.to(tl.float32)
-            largest, packed = store_rounded(
-                value, largest, packed, rows, offset, inside, scale, LIMIT, byte
-            )
+                tl.store(wide + offset, value.to(wide.dtype.element_ty), mask=inside)
+            largest = tl.maximum(largest, tl.abs(value))
+            packed |= store_rounded(value, rows + offset, inside, scale, byte)
         if words is not None:
             of_matrix = words + matrix * num_columns * (num_rows // 4)
-            store_words(packed, of_matrix, word, column, num_rows, inside)
+            store_words(packed, of_matrix, first + block * BLOCK_R, num_rows, num_columns)
     if sums is not None:
         at = (tl.program_id(1) * tl.num_programs(2) + matrix) * num_columns + column
         tl.store(sums + at, tl.sum(total, 0)[None, :], mask=column < num_columns)
@@ -141,27 +138,26 @@ def _quantise(
 
 
 @triton.jit
-def normal(x):
-    """Return the normal distribution's share below x, to 3e-7, and its density (Abramowitz and Stegun, 26.2.17).
+def tail(x):
+    """Return the normal distribution's share beyond |x|; it and |x| times it are exact to 1e-6.
 
-    `tl.erf` has more instructions, which take longer than the memory's bytes, and no exponential to share.
+    Its logarithm is near to a polynomial, whose coefficients are fitted to both. `tl.erf` and fractions have more
+    instructions, which take longer than the memory's bytes.
     """
-    density = 0.3989422804014327 * tl.exp2(x * x * -0.7213475204444817)
-    t = 1 / (1 + 0.2316419 * tl.abs(x))
-    above = 1.781477937 + t * (-1.821255978 + t * 1.330274429)
-    above = density * t * (0.31938153 + t * (-0.356563782 + t * above))
-    return tl.where(x < 0, above, 1 - above), density
+    x = tl.abs(x)
+    slope = -0.0523880646 + x * (0.00730068004 + x * -0.000502870884)
+    return tl.exp2(x * (-1.15107012 + x * (-0.459368169 + x * slope)) - 1)
 
 
 @triton.jit
-def store_rounded(
-    value, largest, packed, rows, offset, inside, scale, LIMIT: tl.constexpr, byte: tl.constexpr
-):
-    """Store float32 values in 8 bits; return the largest absolute values and the words with these values too."""
-    scaled = tl.clamp(value * scale, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    small = scaled.to(rows.dtype.element_ty)
-    tl.store(rows + offset, small, mask=inside)
-    return tl.maximum(largest, tl.abs(value)), packed | bits_of_word(small, byte)
+def store_rounded(value, rows, inside, scale, byte: tl.constexpr):
+    """Store float32 values in 8 bits, and return them as bytes of words.
+
+    A GPU rounds what is too large to the largest number, and NaN stays NaN.
+    """
+    small = (value * scale).to(rows.dtype.element_ty)
+    tl.store(rows, small, mask=inside)
+    return bits_of_word(small, byte)
 
 
 @triton.jit
@@ -170,19 +166,21 @@ def bits_of_word(small, byte: tl.constexpr):
 
     The bits are those of 16-bit floats, which hold them exactly: ptxas 12.8 crashes on bytes of vectors that are stored too.
     """
-    half = small.to(tl.float16)
+    bits = small.to(tl.float16)
     if small.dtype == tl.float8e5:
-        bits = half.to(tl.int16, bitcast=True).to(tl.int32) >> 8
+        bits = bits.to(tl.int16, bitcast=True)
     else:
-        # The exponent's bias is 8 less.
-        half = half * 0.00390625
-        bits = half.to(tl.int16, bitcast=True).to(tl.int32)
-        bits = ((bits >> 8) & 0x80) | ((bits >> 7) & 0x7F)
-    return (bits & 0xFF) << (8 * byte)
+        # The exponent's bias is 8 less, and its first bit, which is then 0, is shifted out behind the sign.
+        bits = (bits * 0.00390625).to(tl.int16, bitcast=True)
+        bits += bits & 0x7FFF
+    bits = bits.to(tl.int32) & 0xFF00
+    return bits >> 8 if byte == 0 else bits << (8 * byte - 8)
 
 
 @triton.jit
-def store_words(packed, words, word, column, num_rows, inside):
-    """Store words [BLOCK_R, BLOCK_C] of four rows each transposed."""
-    offset = column.to(tl.int64) * (num_rows // 4) + word
-    tl.store(words + tl.trans(offset), tl.trans(packed), mask=tl.trans(inside))
+def store_words(packed, words, first, num_rows, num_columns):
+    """Store words [BLOCK_R, BLOCK_C] of four rows each transposed, from word `first` of each column; four by a thread."""
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[:, None]
+    word = first + tl.arange(0, BLOCK_R)[None, :]
+    inside = (word < num_rows // 4) & (column < num_columns)
+    tl.store(words + column.to(tl.int64) * (num_rows // 4) + word, tl.trans(packed), mask=inside)
