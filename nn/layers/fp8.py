@@ -47,8 +47,8 @@ class Fp8Scales(PassLayer):
     (delayed scaling). The scales are the same on all ranks. They are a part of checkpoints, as state of the training:
     evaluation, which multiplies in 16 bits, needs none.
 
-    `products`: their number, each with an input and a gradient. `weight_gradients`: compute gradients of weights in 8 bits
-    too, instead of 16.
+    `products`: their number, each with an input and a gradient. `weights`: that of weights with such scales, behind them.
+    `weight_gradients`: compute gradients of weights in 8 bits too, instead of 16.
     """
 
     # largest absolute values of the latest passes, the latest one first; 0 before the first, float32 [HISTORY, n]
@@ -58,9 +58,10 @@ class Fp8Scales(PassLayer):
     _is_gradient: Tensor
     reduces_over_ranks = True
 
-    def __init__(self, products: int = 1, *, weight_gradients: bool) -> None:
+    def __init__(self, products: int = 1, weights: int = 0, *, weight_gradients: bool) -> None:
         super().__init__()
-        self.weight_gradients, dtypes = weight_gradients, [INPUT, GRADIENT] * products
+        self.weight_gradients = weight_gradients
+        dtypes = [INPUT, GRADIENT] * products + [INPUT] * weights
         limits = [LARGEST[dtype] / ROOM[dtype] for dtype in dtypes]
         for name, values in (
             ("largest", torch.zeros(HISTORY, len(dtypes))),
@@ -74,9 +75,8 @@ class Fp8Scales(PassLayer):
         """Return the scales of a pass, in the order of the matrices."""
         first = 1.0 / self.pass_state.global_valid.clamp(min=1).float()
         largest = self.largest.amax(0)
-        largest = largest.where(
-            largest > 0, first.expand_as(largest).where(self._is_gradient, FIRST_LARGEST)
-        )
+        unknown = first.expand_as(largest).where(self._is_gradient, FIRST_LARGEST)
+        largest = largest.where(largest > 0, unknown)
         factors = scale_factors(largest, self._limits)
         vectors = (factors.split(1), apart(factors.reciprocal()), self._latest.zero_().split(1))
         return [Scale(*scale) for scale in zip(*vectors, strict=True)]
@@ -153,9 +153,8 @@ class _Fp8Pass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        of_x, *gradients = ctx.of.backward(
-            grad.contiguous(), ctx.saved_tensors, needs_input=ctx.needs_input_grad[0]
-        )
+        needed = {"needs_input": ctx.needs_input_grad[0]}
+        of_x, *gradients = ctx.of.backward(grad.contiguous(), ctx.saved_tensors, **needed)
         return of_x, None, *gradients
 
 
@@ -297,7 +296,7 @@ class Fp8Network(Fp8Scales):
 class NetworkPass:
     """A pass of per-token networks, whose weights [T, inputs, outputs] are the transposed ones of linear layers."""
 
-    scales: list[Scale]  # of the first product's input and gradient, and of the second one's
+    scales: list[Scale]  # of both inputs and gradients, alternating, then of `up` and `down`
     transposed: bool  # the gradients of weights are in 8 bits
     up: Tensor
     down: Tensor
@@ -306,7 +305,9 @@ class NetworkPass:
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the output [T, B, D], and what `backward` needs."""
         ops = ops_for(x)
-        up, down = quantise_weights([self.up, self.down])
+        # Weights change slowly; reading these for their own largest values would take 2 % of passes of 4,096 samples.
+        up = ops.quantise(self.up.detach(), INPUT, self.scales[4], transposed=True)
+        down = ops.quantise(self.down.detach(), INPUT, self.scales[5], transposed=True)
         stored = ops.quantise(x, INPUT, self.scales[0], transposed=self.transposed)
         hidden = product(stored, up.transposed, x.dtype)
         activated, wide = ops.activate(
@@ -380,10 +381,8 @@ def quantise_weights(weights: Sequence[Tensor]) -> list[Fp8Matrix]:
     largest = torch.stack(torch._foreach_norm(weights, float("inf")))
     factors = scale_factors(largest, torch.full_like(largest, LARGEST[INPUT]))
     scales = map(Scale, factors.split(1), apart(factors.reciprocal()))
-    return [
-        ops_for(weight).quantise(weight, INPUT, scale, transposed=True)
-        for weight, scale in zip(weights, scales, strict=True)
-    ]
+    quantise, pairs = ops_for(largest).quantise, zip(weights, scales, strict=True)
+    return [quantise(weight, INPUT, scale, transposed=True) for weight, scale in pairs]
 
 
 def ops_for(x: Tensor) -> ModuleType:

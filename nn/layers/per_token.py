@@ -61,7 +61,7 @@ class PerTokenExperts(nn.Module):
 
     def use_fp8(self, *, weight_gradients: bool) -> None:
         """Compute both products in 8 bits in training, gradients of weights too or in 16 bits."""
-        self.fp8 = Fp8Network(2, weight_gradients=weight_gradients)
+        self.fp8 = Fp8Network(2, 2, weight_gradients=weight_gradients)
 
     def fp8_products(self) -> list[tuple[str, int, int]]:
         tokens, columns, hidden = self.up.shape

@@ -10,6 +10,7 @@ from nn.layers.cross_net import CrossNet
 from nn.layers.fp8 import HISTORY, Fp8Linear
 from nn.layers.mlp import MLP
 from nn.layers.pass_state import PassState, attach
+from nn.layers.per_token import PerTokenExperts
 from nn.ops.fp8 import GRADIENT, INPUT, LARGEST, Scale, quantise, scale_factors
 
 CPU = torch.device("cpu")
@@ -133,6 +134,22 @@ def test_a_scale_follows_the_largest_of_the_latest_passes():
     assert kept == [16.0] * (HISTORY - 1) + [128.0]
     layer(torch.full((16, 16), 99.0), weight, bias)
     assert layer.begin()[0].factor.item() == 128, "a pass that is not applied changes nothing"
+
+
+def test_weights_of_per_token_networks_have_the_scales_of_passes_before():
+    network = PerTokenExperts(2, 16, 32, 1)
+    network.use_fp8(weight_gradients=True)
+    attach(network, PassState(1, CPU))
+    x = torch.ones(2, 16, 16, dtype=torch.bfloat16)
+    factors = []
+    for largest in (0.5, 0.001):
+        nn.init.constant_(network.up, largest)
+        nn.init.constant_(network.down, -largest)
+        factors.append([scale.factor.item() for scale in network.fp8.begin()[4:]])
+        network(x, None)
+        network.fp8.update()
+    # Before any pass up to 16 fits into half of 448.
+    assert factors == [[8.0] * 2, [256.0] * 2]
 
 
 @pytest.mark.parametrize("weight_gradients", [True, False], ids=["full", "partial"])

@@ -73,7 +73,7 @@ def test_two_ranks_train_as_one_with_the_same_scales():
     wide, mixer = losses_of_cases([WIDE, MIXER], TWO_EPOCHS_STEPS)
     for (losses, largest), (ours, mine), (_, theirs) in zip(one, two, other, strict=True):
         # The last bit of a sum over ranks may decide how a value is rounded to 8 bits.
-        assert ours == pytest.approx(losses, rel=0.01)
+        assert ours == pytest.approx(losses, rel=0.02)
         assert mine.keys() == largest.keys()
         for name, value in mine.items():
             assert torch.equal(value, theirs[name]), "ranks have other scales"
