@@ -35,11 +35,11 @@ from nn.ops.triton.parameters import cast_parameters
 
 BLOCK_B, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(16), tl.constexpr(128), tl.constexpr(16)
 """A program of the activation processes `BLOCKS_OF_ROWS` blocks of a token in sequence and accumulates in registers."""
-FORWARD = BACKWARD = 4096  # numbers that a program of a norm reads at once
+FORWARD, BACKWARD = 4096, 1024  # numbers that a program of a norm, and of its gradient, reads at once
 PIECE = 256
 """Columns of a piece of a row: 16 bytes of each thread of a warp, so that each warp has whole rows and waits for no other."""
-NORM, NORM_GRADIENT = {"num_warps": 4}, {"num_warps": 4, "maxnreg": 168}
-PROGRAMS = 396  # at most of a norm's gradient: 3 for each multiprocessor of an H100
+NORM, NORM_GRADIENT = {"num_warps": 4}, {"num_warps": 1, "maxnreg": 168}
+PROGRAMS = 1584  # at most of a norm's gradient: 12 for each multiprocessor of an H100
 ROOT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 

@@ -21,7 +21,7 @@ BLOCK_R, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(32), tl.constexpr(64), tl.conste
 NUM_WARPS = 8
 OPTIONS = {"num_warps": NUM_WARPS, "maxnreg": 64}
 """More registers of a thread would let fewer warps wait for memory at a time: of these, four programs run at once."""
-MORE_REGISTERS = {"maxnreg": 80}  # of the kernel of GELU's gradient
+GELU_GRADIENT = {True: {"num_warps": 4, "maxnreg": 128}, False: {"maxnreg": 80}}  # transposed too, or not
 ROWS_OF_PROGRAM = WORD * BLOCK_R * BLOCKS_OF_ROWS
 
 
@@ -64,7 +64,7 @@ def quantise(
     """
     matrix, words = allocate(x, dtype, scale, transposed=transposed)
     tensors = x, activation, bias, matrix.rows, words, wide, partial_sums
-    options = OPTIONS if activation is None or bias is None else OPTIONS | MORE_REGISTERS
+    options = OPTIONS if activation is None or bias is None else OPTIONS | GELU_GRADIENT[transposed]
     _quantise[grid(x)](*tensors, (scale.factor, scale.latest), *x.shape[-2:], **options)
     return matrix
 
