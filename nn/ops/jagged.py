@@ -46,7 +46,7 @@ class Positions:
 
 @torch.compiler.disable
 def rows_at(table: Tensor, index: Tensor) -> Tensor:
-    """Return the row of each position, [C, D], of a table [R, D]; the backward pass adds up the gradients of a row in one order."""
+    """Return the row of each position, [C, D], of a table [R, D]; its backward pass adds up a row's gradients in one order."""
     # Elsewhere torch's own has one order too.
     is_ordered = not table.is_cuda or torch.compiler.is_exporting()
     return embedding(index, table) if is_ordered else _RowsAt.apply(table, index)

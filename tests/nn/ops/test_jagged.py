@@ -1,17 +1,16 @@
 """Sums, softmax and attention over the positions of samples are those of each sample alone, in float64 with gradients."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-import nn
 from nn.ops import jagged
 from nn.ops.jagged import Positions, row_sums, rows_at
 from nn.ops.jagged_attention import ScoreBias, attend, time_bucket
+from tests.helpers.command import ROOT
 from tests.helpers.gpus import needs_one_gpu
 from tests.nn.ops.jagged_samples import drawn, is_used, samples_of
 
@@ -176,8 +175,7 @@ def test_on_a_gpu_gradients_of_rows_at_positions_have_the_same_bits():
 
 
 def test_models_look_no_rows_up_whose_gradients_torch_would_add_up_in_any_order():
-    root = Path(nn.__file__).parent
-    for path in (*root.glob("layers/**/*.py"), *root.glob("models/**/*.py")):
+    for path in (*ROOT.glob("nn/layers/**/*.py"), *ROOT.glob("nn/models/**/*.py")):
         assert not re.search(r"import .*\bembedding\b|functional\.embedding", path.read_text()), (
             path
         )
