@@ -35,7 +35,7 @@ from nn.ops.triton.parameters import cast_parameters
 
 BLOCK_B, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(16), tl.constexpr(128), tl.constexpr(16)
 """A program of the activation processes `BLOCKS_OF_ROWS` blocks of a token in sequence and accumulates in registers."""
-FORWARD, BACKWARD = 4096, 1024  # numbers that a program of a norm, and of its gradient, reads at once
+FORWARD, BACKWARD = 4096, 1024  # numbers of a norm, and of its gradient, that are read at once
 PIECE = 256
 """Columns of a piece of a row: 16 bytes of each thread of a warp, so that each warp has whole rows and waits for no other."""
 NORM, NORM_GRADIENT = {"num_warps": 4}, {"num_warps": 1, "maxnreg": 168}

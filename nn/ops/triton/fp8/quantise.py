@@ -21,7 +21,8 @@ BLOCK_R, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(32), tl.constexpr(64), tl.conste
 NUM_WARPS = 8
 OPTIONS = {"num_warps": NUM_WARPS, "maxnreg": 64}
 """More registers of a thread would let fewer warps wait for memory at a time: of these, four programs run at once."""
-GELU_GRADIENT = {True: {"num_warps": 4, "maxnreg": 128}, False: {"maxnreg": 80}}  # transposed too, or not
+# Of GELU's gradient, transposed too or not.
+GELU_GRADIENT = {True: {"num_warps": 4, "maxnreg": 128}, False: {"maxnreg": 80}}
 ROWS_OF_PROGRAM = WORD * BLOCK_R * BLOCKS_OF_ROWS
 
 
