@@ -56,8 +56,7 @@ OF_LOG = re.compile(r"c0|(time|past|event)\d+_.*")
 class RowBatch(NamedTuple):
     # as in a Parquet dataset: numericals, ids or lists of ids, and the keep rate if the files have it; of a log those of OF_LOG
     features: pa.RecordBatch
-    # raw columns as they stand, in the order in which they were named
-    kept: pa.RecordBatch
+    kept: pa.RecordBatch  # raw columns as they stand, in the order in which they were named
 
 
 def open_transformed_rows(

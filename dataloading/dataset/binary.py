@@ -164,8 +164,7 @@ class SplitColumns:
     numerical: np.ndarray | None  # floats [N, num_numerical]; None without numericals
     # integers by feature: [N], [N, hotness], or flat for a ragged feature
     ids: dict[str, np.ndarray]
-    # int64 [N + 1] per ragged feature that is in no sequence group
-    offsets: dict[str, np.ndarray]
+    offsets: dict[str, np.ndarray]  # int64 [N + 1] per ragged feature that is in no sequence group
     files: SplitFiles  # files of the split, for messages
     # int64 [N, 2] per group, first event of each row and the one after its last
     slices: dict[str, np.ndarray] = field(default_factory=dict)

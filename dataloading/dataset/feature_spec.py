@@ -61,8 +61,7 @@ class CategoricalFeature:
     cardinality: int  # rows of the table; ids lie in [0, cardinality)
     dtype: np.dtype  # integer dtype of the ids on disk
     hotness: int | None  # ids per row; None if rows differ (ragged)
-    # mean ids per row without outliers (`Lengths.mean`); equal to `hotness` where that is fixed
-    mean_hotness: float
+    mean_hotness: float  # mean ids per row without outliers (`Lengths.mean`); equal to `hotness` where that is fixed
     # name of its table; features that name one table share it, since an id means the same in all of
     # them. None: the table is named like the feature.
     table: str | None = None

@@ -20,8 +20,7 @@ EVENTS = "events"
 @dataclass(frozen=True, slots=True)
 class EventColumn:
     name: str
-    # on disk: int8 to int64, float16 or float32; float32 in a batch
-    dtype: np.dtype
+    dtype: np.dtype  # on disk: int8 to int64, float16 or float32; float32 in a batch
 
     @classmethod
     def of(cls, name: str, dtype: str) -> "EventColumn":

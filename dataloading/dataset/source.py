@@ -41,10 +41,8 @@ class Columns:
     lengths: list[np.ndarray | None]
     weights: np.ndarray | None  # float32 [B], 0 of padding rows; None without such a column
     keep_rates: np.ndarray | None  # float32 [B], 1 of padding rows; None without such a column
-    # float32 [events of the group], by `FeatureSpec.event_columns`
-    events: list[np.ndarray]
-    # float32 [B] each, 0 of padding rows, by `FeatureSpec.teachers`
-    teachers: list[np.ndarray]
+    events: list[np.ndarray]  # float32 [events of the group], by `FeatureSpec.event_columns`
+    teachers: list[np.ndarray]  # float32 [B] each, 0 of padding rows, by `FeatureSpec.teachers`
     # int32 [B], of `BatchLayout`: the loader knows them
     global_rows: np.ndarray | None = None
 

@@ -36,12 +36,10 @@ IDS_PER_GROUP = 4
 class _Level(NamedTuple):
     """One level of the update, by the names of the kernel's arguments."""
 
-    # partial sums of runs that cross an edge of a block, two per block, float32 [2 * blocks, columns]
-    sums: Tensor
+    sums: Tensor  # partial sums of runs that cross an edge of a block, two per block, float32 [2 * blocks, columns]
     sums_keys: Tensor  # their keys, int64
     sums_exist: Tensor  # whether the partial sum exists, int8
-    # per block its table, first id, end, first id of the table and end of the table, int32 [5, blocks]
-    blocks: Tensor
+    blocks: Tensor  # per block its table, first id, end, first id of the table and end of the table, int32 [5, blocks]
 
 
 class TritonLauncher:

@@ -23,8 +23,7 @@ class SequenceEvents:
 
     # by feature of the group whose table hands out its rows; all have the same starts and lengths
     rows: Mapping[str, DistinctRows]
-    # float32 [C], by name; of the group's time the age in seconds
-    numbers: Mapping[str, Tensor]
+    numbers: Mapping[str, Tensor]  # float32 [C], by name; of the group's time the age in seconds
     starts: Tensor  # first position of each sample, [B]
     lengths: Tensor  # events of each sample, [B]
     samples: Tensor  # sample of each position, [C]; any sample where a position belongs to none

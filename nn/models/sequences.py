@@ -26,8 +26,7 @@ class SequenceParts(NamedTuple):
 
     candidate: Tensor  # vectors of the candidate's features side by side, [B, P * D]
     events: SequenceEvents
-    # vectors of the group's features side by side, of which the candidate's come first, [C, columns]
-    vectors: Tensor
+    vectors: Tensor  # vectors of the group's features side by side, of which the candidate's come first, [C, columns]
     times: Tensor | None  # ages of the events in seconds, if the group has times, float32 [C]
     others: Tensor  # vectors of all other features, then the numerical features, [B, num_others]
 

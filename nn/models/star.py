@@ -114,8 +114,7 @@ class STAR(Model):
         logits = _own(logits, chosen).float()
         vectors = (chosen @ self.domain_vectors).to(x.dtype)
         auxiliary = self.auxiliary([torch.cat([x, vectors], 1)] * logits.shape[1])
-        is_known = chosen.sum(1).float()
-        logits = logits + 0 / is_known.unsqueeze(1)
+        logits = logits + 0 / chosen.sum(1, keepdim=True).float()
         return auxiliary + (logits.squeeze(1) if auxiliary.dim() == 1 else logits)
 
     def _plain(self, x: Tensor, chosen: Tensor) -> Tensor:

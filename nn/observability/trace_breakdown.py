@@ -72,8 +72,7 @@ class PhaseTime:
 
     phase: str  # one of `KERNEL_PHASES`, `DATA_WAIT`, or on a CPU the name of an annotation
     ms: float  # sum of the durations of its kernels, also of kernels that overlap
-    # time during which no other phase ran: an upper bound of the gain from removing the phase
-    exposed_ms: float
+    exposed_ms: float  # time during which no other phase ran: an upper bound of the gain from removing the phase
     num_kernels: float
 
 

@@ -47,8 +47,7 @@ class Positions:
 @torch.compiler.disable
 def rows_at(table: Tensor, index: Tensor) -> Tensor:
     """Return the row of each position, [C, D], of a table [R, D]; its backward pass adds up a row's gradients in one order."""
-    # Elsewhere torch's own has one order too.
-    is_ordered = not table.is_cuda or torch.compiler.is_exporting()
+    is_ordered = not table.is_cuda or torch.compiler.is_exporting()  # as torch's own is there
     return embedding(index, table) if is_ordered else _RowsAt.apply(table, index)
 
 

@@ -45,17 +45,14 @@ class RankMemory:
     tables: int  # weights and optimizer state, as planned
     expansion: int  # further ids of each stored id (`data.multi_hot`), as planned
     dense_tables: int  # gradients of the replicated tables, as large as their weights
-    # weights, gradients and optimizer state of the MLPs, and autocast's 16-bit copies of the weights
-    dense_half: int
-    # numbers, labels and ids of the batches on the device, and the ids that this rank's tables were sent
-    batches: int
+    dense_half: int  # weights, gradients and optimizer state of the MLPs, and autocast's 16-bit copies of the weights
+    batches: int  # numbers, labels and ids of the batches on the device, and the ids that this rank's tables were sent
     lookups: int  # local embeddings, those that are sent, and the gradients that return
     dense_pass: int  # peak of activations and gradients, in the graph's own memory
     # keys sorted out of place with their positions, partial sums of rows that cross blocks, and the sources of the
     # gradients of tables with several lookups
     update: int
-    # embeddings of an evaluation with another batch size, and its activations beyond the graph's memory
-    evaluation: int
+    evaluation: int  # embeddings of an evaluation with another batch size, and its activations beyond the graph's memory
     workspaces: int
 
     @property
@@ -344,8 +341,7 @@ class _RowBytes:
 
     gradients: int  # of all rows, in the dtype of the rows
     sums: int  # the same in float32, to which parts add
-    # of the largest table: the gradient of each id, by feature and side by side; of parts torch's sums instead
-    by_id: int
+    by_id: int  # of the largest table: the gradient of each id, by feature and side by side; of parts torch's sums instead
     kept: int  # activations of events and rows, with gradients of events
     late: int  # those gradients, for which the layers of samples have made room
 

@@ -13,8 +13,7 @@ class TablePlan:
     embedding_dim: int  # columns of the complete table
     hotness: float  # mean number of ids per sample, of all features that look the table up
     sharding: str  # `table_wise`, `column_wise`, `row_wise`, `table_row_wise` or `data_parallel`
-    # `fused` (updated within the backward pass), or `dense` (after it) of a replicated table
-    kernel: str
+    kernel: str  # `fused` (updated within the backward pass), or `dense` (after it) of a replicated table
     ranks: tuple[int, ...]  # ranks that hold a shard of it
     bytes_per_rank: tuple[int, ...]  # weight and optimizer bytes on each of `ranks`
     # further bytes on each of `ranks` that the expansion of its ids (data.multi_hot) takes

@@ -25,8 +25,7 @@ class Requests:
     merged: tuple[int, ...]
     tiers: frozenset[str]  # memories that their rows lie in
     hands_out: bool  # whether the dense component takes the rows
-    # whether the gradients of a row are added up by the sort of its ids: chunks do it themselves
-    has_sums: bool
+    has_sums: bool  # whether the gradients of a row are added up by the sort of its ids: chunks do it themselves
     groups: int  # of ranks, which all hold the tables
 
     @property

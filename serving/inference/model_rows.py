@@ -25,8 +25,7 @@ class RaggedIds:
 @dataclass(frozen=True, slots=True)
 class Rows:
     numerical: Tensor  # float32 [B, N]
-    # of the features of fixed hotness, in the order of `Manifest.fixed`, int32 or int64 [B, H]; valid row numbers
-    ids: Tensor
+    ids: Tensor  # of the features of fixed hotness, in the order of `Manifest.fixed`, int32 or int64 [B, H]; valid row numbers
     ragged: Mapping[str, RaggedIds] = field(default_factory=dict)  # ids of the other features
     keep_rates: Tensor | None = None  # float32 [B]; None if no row has one
     numbers: Mapping[str, RaggedIds] = field(default_factory=dict)  # of events, by name

@@ -39,8 +39,7 @@ class Staged:
 
     facts: SourceFacts
     held: TableConfig  # the description without what new rows lack
-    # whose files have the rows: `staged_`, where `all_row_` is the row in `all_`, or `all_`, if all are good
-    relation: str
+    relation: str  # whose files have the rows: `staged_`, where `all_row_` is the row in `all_`, or `all_`, if all are good
     num_rows: int
     num_bad: int  # rows and lines that are left out
 

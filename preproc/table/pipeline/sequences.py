@@ -38,8 +38,7 @@ class _Lines:
     relation: str
     who: str
     time: str
-    # conditions that a line with a user and a time is an event
-    is_taken: str
+    is_taken: str  # conditions that a line with a user and a time is an event
     has_value: str
     found: Sequence[Lookup]
     numbers: Sequence[str]
