@@ -30,7 +30,7 @@ from dataloading.dataset.durable_files import (
     partial_sibling,
 )
 from nn.distributed.errors import RankError
-from nn.tiers.initial_rows import InitialRows
+from nn.tiers.initial_rows import ROWS_AT_ONCE, InitialRows
 from nn.tiers.row_items import row_items
 from nn.tiers.row_store import WEIGHT, Kinds
 
@@ -197,18 +197,18 @@ class TableFile:
         jobs = []
         for part, target in zip(self._parts, targets, strict=True):
             in_file = in_table & part.table.has_room(rows) if self._knows_holes else in_table
-            for chosen, every, mapping in (
-                (in_file, rows, part.table),
-                (~in_table, changes, part.journal),
-                (in_table & ~in_file, rows, None),
+            for chosen, every, mapping, step in (
+                (in_file, rows, part.table, READ_ROWS),
+                (~in_table, changes, part.journal, READ_ROWS),
+                (in_table & ~in_file, rows, None, ROWS_AT_ONCE),  # is computed
             ):
                 numbers, places = every[chosen], positions[chosen]
                 if mapping is not None:
                     mapping.read_ahead(numbers)
                 source = None if mapping is None else mapping.items
                 toggle = None if mapping is part.journal else part.toggle
-                for first in range(0, len(numbers), READ_ROWS):
-                    some = slice(first, first + READ_ROWS)
+                for first in range(0, len(numbers), step):
+                    some = slice(first, first + step)
                     copied = source, numbers[some], target, places[some], toggle, numbers[some]
                     jobs.append(self._pool.submit(_copy, *copied))
         for job in jobs:
