@@ -27,13 +27,13 @@ from dataloading.dataset.parquet_writer import as_arrow
 from preproc.criteo.as_table import columns_of
 from preproc.fitted_state import FittedState, described_rows, load_fitted, vocabulary_name
 from preproc.table.duckdb_engine import DuckDBEngine, QueryError, checked_order, nulls_first
-from preproc.table.expressions import quoted, text
+from preproc.table.expressions import NO_CODE, quoted, text
 from preproc.table.feature_values import ids_of_codes
 from preproc.table.known_values import note_of_new_values, refuse_other_numbers
 from preproc.table.mistakes import bad_row, overflow
 from preproc.table.source_files import find_source, read_columns
 from preproc.table.staging import Staging
-from preproc.table.text_codes import NO_CODE, coded_texts, flat_codes
+from preproc.table.text_codes import coded_texts, flat_codes
 from preproc.table.transformation import (
     NO_VALUE,
     length_columns,

@@ -25,7 +25,7 @@ from configs.preproc_schema import OnBad, PreprocConfig
 from configs.table_schema import LINE_FORMATS, Source
 from dataloading.dataset.durable_files import replace_directory
 from preproc.raw_files import RawFile, cut_short
-from preproc.table.expressions import RELATION_FILE, quoted, text
+from preproc.table.expressions import NO_CODE, RELATION_FILE, quoted, text
 from preproc.table.line_formats import lines_of
 from preproc.table.source_files import SourceFiles
 from preproc.work_directory import connect, first_line, is_disk_error, is_small, memory_bytes
@@ -164,7 +164,8 @@ class DuckDBEngine:
         self._own, self._of_threads = threading.get_ident(), threading.local()
         self._connection = connect(config, directory, max(memory - BASE_BYTES, 2 * memory // 5))
         self._connection.execute(
-            "SET preserve_insertion_order = true; "
+            # With a buffer of some batches DuckDB runs on while one of them is taken.
+            f"SET preserve_insertion_order = true; SET streaming_buffer_size = '{memory // 128}B'; "
             "CREATE MACRO hex_number(digits) AS CAST('0x' || digits AS BIGINT); "
             "CREATE MACRO text_order(value) AS encode(CAST(value AS VARCHAR)); "
             "CREATE MACRO whole_number(value) AS CAST(floor(value) AS BIGINT); "
@@ -233,17 +234,14 @@ class DuckDBEngine:
         temporary = path.with_name(f"{path.name}.new")
         paths = [file.path for file in rows.files]
         found = dictionary_columns(paths, rows.plain) if rows.plain else {}
-        is_staged = True
-        try:
-            self._stage(rows, found, _emptied(temporary))
-        except pa.ArrowException:
-            if not found:
-                raise
-            is_staged = False
-        # Not while the error is handled, whose traceback has the open stream.
-        if not is_staged:
-            # DuckDB reads what Arrow does not, or names what is wrong with it.
-            self._stage(rows, {}, _emptied(temporary))
+        # DuckDB reads what Arrow does not, or names what is wrong with it; not while the error has the open stream.
+        for dictionaries in (found, {}):
+            try:
+                self._stage(rows, dictionaries, _emptied(temporary))
+                break
+            except pa.ArrowException:
+                if not dictionaries:
+                    raise
         replace_directory(temporary, path)
 
     def _stage(self, rows: StagedRows, dictionaries: Mapping[str, list[str]], path: Path) -> None:
@@ -275,7 +273,6 @@ class DuckDBEngine:
         stream = self.stream(query, rows_at_once)
         batches = checked_order(stream) if has_order else stream
         if is_sorted:
-            self.num_ties = 0
             batches = self._counting_ties(stream, rows.order_by)
         # What sorts runs here, where Ctrl-C interrupts it.
         first = next(batches, None)
@@ -355,15 +352,20 @@ class DuckDBEngine:
         temporary = _emptied(path.with_name(f"{path.name}.new"))
         file = text(str(temporary / RELATION_FILE))
         with self._errors_explained():
-            self._current.execute(f"COPY ({query}) TO {file} (FORMAT parquet)")
+            self._current.execute(
+                f"COPY ({query}) TO {file} (FORMAT parquet, COMPRESSION uncompressed)"
+            )
         replace_directory(temporary, path)
 
     def view(self, name: str, path: Path) -> None:
         files = text(glob.escape(str(path)) + "/*.parquet")
-        with self._errors_explained():
-            self._current.execute(
-                f"CREATE OR REPLACE VIEW {quoted(name)} AS FROM read_parquet({files})"
-            )
+        columns = "*"
+        if name in ("all_", "staged_", "rows_"):
+            codes = f"SELECT name FROM parquet_schema({files}) WHERE repetition_type = 'REQUIRED' AND type = 'INT32'"
+            nulls = [f"nullif({code}, {NO_CODE}) AS {code}" for (code,) in self.rows(codes)]
+            columns += f" REPLACE ({', '.join(nulls)})" * bool(nulls)
+        rows = f"SELECT {columns} FROM read_parquet({files})"
+        self.rows(f"CREATE OR REPLACE VIEW {quoted(name)} AS {rows}")
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         with self._errors_explained():
@@ -411,10 +413,7 @@ class DuckDBEngine:
 
     def rejected(self) -> list[tuple[str, int, str, str]]:
         """Read DuckDB's own list of rejects, one entry per line."""
-        tables = self.rows(
-            "SELECT count(*) FROM duckdb_tables() WHERE table_name = 'reject_errors'"
-        )
-        if tables == [(0,)]:
+        if not self.rows("FROM duckdb_tables() WHERE table_name = 'reject_errors'"):
             return []
         return self.rows(
             "SELECT any_value(s.file_path), e.line, min(e.error_message), any_value(e.csv_line) "

@@ -28,6 +28,8 @@ from preproc.text_columns import TEXT_TYPES
 UNIT_SEPARATOR = "chr(31)"
 RELATION_FILE = "0.parquet"
 """File of a relation that DuckDB stores, in its directory."""
+NO_CODE = -1
+"""In place of the code of a missing text, in files; views have null there."""
 FIXED_POINT = 2.0**40
 LARGEST_DOUBLE = "1.7976931348623157e308"
 

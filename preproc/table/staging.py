@@ -53,6 +53,7 @@ from preproc.text_columns import TEXT_TYPES, TextColumns
 # Columns that give the order of a source's rows; DuckDB numbers those of further sources of a query.
 OWN_COLUMN = re.compile(r"(file|order)_(_\d+)?")
 FLOAT_TYPES = ("float", "double")
+INTEGERS = ("tinyint", "smallint", "integer", "int", "bigint")
 # Columns that order rows and events, and that divide rows.
 ORDERS = re.compile(r"(key|time|moment)\d+_|split_")
 # Types of numbers that become doubles without NaN. Parquet, as DuckDB writes it, would round a hugeint.
@@ -70,15 +71,11 @@ KEPT_TYPE = re.compile(
 EXACT_TYPE = re.compile(r"u?(tiny|small|big|huge)?int(eger)?|boolean|decimal.*")
 NAN = "'nan'"
 LARGEST_FLOAT = "3.4028234663852886e38"
-
-
 VALUE_NAMES = {
     *("user", "current_user", "session_user", "current_role", "current_schema", "current_catalog"),
     *("current_date", "current_time", "current_timestamp", "localtime", "localtimestamp"),
 }
 """Names that an engine takes for a value of its own where no column has them, in quotes too."""
-
-
 ROLES = {
     **{"label": "label", "weight": "weight", "keep_rate": "keep rate", "teacher": "teacher"},
     **dict.fromkeys(("n", "c"), "feature"),
@@ -468,7 +465,8 @@ class Staging:
                 "the label" if list(table.row_numbers) == [name] else f"the {key} {row_number.name}"
             )
             binary = isinstance(row_number, Label) and row_number.kind == "binary"
-            value, mistakes = (_binary if binary else _number)(name, key, title)
+            make, kind = (_binary, kinds[name]) if binary else (_number, key)
+            value, mistakes = make(name, kind, title)
             columns.append(f"{value} AS {name}")
             reasons += mistakes
         for i, numerical in enumerate(table.numerical):
@@ -610,18 +608,16 @@ class Staging:
         raise ValueError(f"{item.where}: got {item.shown}: {reason}{_hint(self._names)}")
 
 
-def _binary(name: str, key: str, title: str) -> tuple[str, list[str]]:
-    """Return the SQL of a binary label, and of the mistakes of its column."""
+def _binary(name: str, kind: str, title: str) -> tuple[str, list[str]]:
+    """Return the SQL of a binary label, and of the mistakes of its column of type `kind`."""
     label = f"lower(CAST({name} AS STRING))"
-    value = (
-        f"CASE WHEN {label} IN ('1', '1.0', 'true') THEN 1 "
-        f"WHEN {label} IN ('0', '0.0', 'false') THEN 0 END"
-    )
-    return value, [
-        f"WHEN {label} IS NULL THEN {text(f'{title} is missing')}",
-        # One list of six would be a join, which does not keep the order of rows.
-        f"WHEN NOT ({label} IN ('0', '0.0', 'false') OR {label} IN ('1', '1.0', 'true')) "
-        f"THEN {text(f'{title} is ')} || {shown_value(label)} || ', wanted 0 or 1'",
+    # One list of six would be a join, which does not keep the order of rows.
+    one, zero = f"{label} IN ('1', '1.0', 'true')", f"{label} IN ('0', '0.0', 'false')"
+    if kind in INTEGERS:
+        one, zero = f"{name} = 1", f"{name} = 0"
+    return f"CASE WHEN {one} THEN 1 WHEN {zero} THEN 0 END", [
+        f"WHEN {name} IS NULL THEN {text(f'{title} is missing')}",
+        f"WHEN NOT ({zero} OR {one}) THEN {text(f'{title} is ')} || {shown_value(label)} || ', wanted 0 or 1'",
     ]
 
 

@@ -15,12 +15,10 @@ import pyarrow.parquet as pq
 
 from dataloading.dataset.parquet_writer import abandon_writer, as_arrow
 from preproc.ordered_map import ordered_map
-from preproc.table.expressions import RELATION_FILE
+from preproc.table.expressions import NO_CODE, RELATION_FILE
 
 # Rows that differ in few texts are coded in 4 bytes.
 MOST_CODES = 2**31 - 1
-NO_CODE = -1
-"""In place of the code of a missing text."""
 BATCH_TEXTS = 1 << 17
 TEXTS_SCHEMA = pa.schema({"code": pa.int32(), "value": pa.string()})
 
@@ -114,10 +112,12 @@ class _Writer:
     def __init__(self, path: Path, schema: pa.Schema, columns: Collection[str]) -> None:
         fields = [pa.field("row_", pa.int64())]
         for field in schema:
-            kind = field.type
-            if field.name in columns:
-                kind = pa.list_(pa.int32()) if pa.types.is_list(kind) else pa.int32()
-            fields.append(pa.field(field.name, kind))
+            if field.name in columns and pa.types.is_list(field.type):
+                field = field.with_type(pa.list_(pa.int32()))
+            elif field.name in columns:
+                # A column that cannot have nulls is written and read in half the time.
+                field = pa.field(field.name, pa.int32(), nullable=False)
+            fields.append(field)
         self._schema = pa.schema(fields)
         # Labels, splits and messages repeat; numbers and codes rarely do, or are narrow.
         texts = [field.name for field in fields if pa.types.is_string(field.type)]
@@ -171,12 +171,11 @@ class _Writer:
         self._num_rows += len(batch)
         columns = [as_arrow(rows)]
         for name in self._schema.names[1:]:
-            found = coded.get(name)
-            columns.append(
-                batch.column(name)
-                if found is None
-                else found.column(self._append_texts(name, found))
-            )
+            if (found := coded.get(name)) is None:
+                columns.append(batch.column(name))
+                continue
+            column = found.column(self._append_texts(name, found))
+            columns.append(column.fill_null(NO_CODE) if found.offsets is None else column)
         self._rows.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
     def _append_texts(self, name: str, coded: Coded) -> int:

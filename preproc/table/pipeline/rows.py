@@ -69,11 +69,11 @@ def stage_rows(journal: Journal) -> Staged:
         journal.refuse(bad_row(where_in_all(journal, row), reason, table, is_fit=is_fit))
     relation = "staged_" if num_bad else "all_"
     if num_bad:
-        more = ["split_"] if table.split.by == "column" else []
-        for i in range(len(table.pasts)):
-            more += table.past_columns(i)
-        kept = stored_columns(held, *more)
-        query = f"SELECT {kept}, row_ AS all_row_ FROM all_ WHERE bad_ IS NULL"
+        more = [column for i in range(len(table.pasts)) for column in table.past_columns(i)]
+        more += ["split_"] * (table.split.by == "column")
+        query = (
+            f"SELECT {stored_columns(held, *more)}, row_ AS all_row_ FROM all_ WHERE bad_ IS NULL"
+        )
         journal.number("staged_", query, ["all_row_"])
     else:
         journal.engine.view("staged_", journal.work.directory / "all_")

@@ -217,9 +217,9 @@ def test_values_in_other_writing_are_counted_with_the_plain_one(values, wanted):
 def test_every_value_that_is_written_in_another_way_is_compared():
     draw = np.random.default_rng(0)
     texts = sorted(
-        {"".join(draw.choice([*"0057.+-eE x"], draw.integers(1, 6))) for _ in range(9_000)}
+        {"".join(draw.choice([*"0057.+-eE x\u00a0~"], draw.integers(1, 6))) for _ in range(9_000)}
     )
-    texts = [text for text in texts if text.strip(" ")]
+    texts = [text for text in texts if text.strip()]
     counts = duckdb.sql("SELECT unnest($1) AS value", params=[texts])
     alike = dict(duckdb.sql(f"SELECT value, {written_alike('value')} FROM counts").fetchall())
     groups = Counter(alike.values())

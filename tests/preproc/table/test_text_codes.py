@@ -2,6 +2,7 @@
 
 import errno
 import gc
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from configs.preproc_schema import PreprocConfig
 from preproc.table import duckdb_engine, output_files, text_codes
 from preproc.table.duckdb_engine import DuckDBEngine
 from preproc.table.expressions import RELATION_FILE
@@ -154,6 +156,24 @@ def test_a_missing_text_is_not_counted(tmp_path):
     counts = text_codes.count_codes(tmp_path, "c0", range(6), num_codes=11)
     assert counts.tolist() == [0, 0, 0, 0, 0, 0, 0, 2, 1, 1, 0]
     assert text_codes.count_codes(tmp_path, "c0", range(1), 3).tolist() == [0, 0, 0]
+
+
+def test_codes_have_no_nulls_in_files_but_in_queries(tmp_path):
+    batch = pa.record_batch({"c0": ["a", None, "", "b"], "c1": [["a", ""], None, [], ["b"]]})
+    text_codes.write_coded(iter([(batch, {})]), batch.schema, ["c0", "c1"], tmp_path, 1, {})
+    assert not pq.read_schema(tmp_path / RELATION_FILE).field("c0").nullable
+    with closing(DuckDBEngine(PreprocConfig(source="a", output="b"), tmp_path)) as engine:
+        engine.view("rows_", tmp_path)
+        found = engine.rows("SELECT c0, c1 FROM rows_")
+    assert found == [(0, [0, None]), (None, None), (None, []), (2, [2])]
+
+
+@pytest.mark.parametrize(("value", "message"), [(-1, "is -1, wanted 0 or 1"), (None, "is missing")])
+def test_a_label_of_whole_numbers_is_0_or_1(tmp_path, value, message):
+    pq.write_table(pa.table({"y": [0, 1, value], "c": [1, 2, 3]}), tmp_path / "a.parquet")
+    table = described(f"{tmp_path}/a.parquet", numerical=[], categorical=["c"])
+    with pytest.raises(Refused, match=f"a.parquet, row 3: the label {message}"):
+        build(tmp_path / "out", table)
 
 
 def test_text_of_parquet_that_is_not_utf8_is_refused(tmp_path):
