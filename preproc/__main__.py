@@ -1,10 +1,13 @@
 """`python -m preproc`: compose and check the options, then make, verify or convert a dataset directory."""
 
 if __name__ == "__main__":
-    # First, since the imports below take a moment.
+    # First, since the imports below take a moment, and make no garbage that is worth looking for.
+    import gc
+
     from configs.stop_signals import end_at_once_on_signals
 
     end_at_once_on_signals()
+    gc.set_threshold(100_000)
 
 import os
 import shutil

@@ -51,6 +51,7 @@ def load_library() -> None:
 def draw(path: Path, columns: Columns, facts: ReportFacts) -> None:
     """Draw the summary of every column. `columns`: one entry per feature, in the order of the rows of the figure."""
     from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     numerical = {name: c for name, c in columns.items() if c.distinct is None}
@@ -79,7 +80,7 @@ def draw(path: Path, columns: Columns, facts: ReportFacts) -> None:
             parts = figure.subfigures(len(blocks), 1, height_ratios=heights, squeeze=False)
             for (shown, draw_block), (part,) in zip(blocks, parts, strict=True):
                 draw_block(part, shown, facts)
-        figure.savefig(path)
+        FigureCanvasAgg(figure).print_png(path)  # savefig() draws twice
 
 
 def _head_lines(facts: ReportFacts, left_out: int) -> list[str]:

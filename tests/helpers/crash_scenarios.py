@@ -91,6 +91,7 @@ def warm_up() -> None:
     os.environ["COLUMNS"] = "200"
     patch("main.SILENT_RANK_WAIT_S", SILENT_RANK_WAIT_S).start()
     patch("matplotlib.figure.Figure.savefig", _save_picture).start()
+    patch("matplotlib.backends.backend_agg.FigureCanvasAgg.print_png", _save_picture).start()
     for compose in PREPARED:
         compose()
 

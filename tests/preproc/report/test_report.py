@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from preproc.report.console import COVERAGE_LIMITS, ColumnSummary, LabelSum, SplitSummary
 from preproc.report.distributions import BLOCK_ROWS, BLOCKS, NUM_BINS, read_distributions
@@ -34,7 +34,7 @@ def categorical(*, covered: bool = True) -> ColumnSummary:
 def drawn(tmp_path, monkeypatch):
     """Draw without rendering, and return the panels' titles and all texts."""
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, *_: figures.append(self))
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", lambda self, _: figures.append(self.figure))
 
     def drawn(columns: dict[str, ColumnSummary], facts: ReportFacts = FACTS):
         draw(tmp_path / "report.png", columns, facts)
