@@ -1,8 +1,7 @@
 """Rows that a rank reads at a step: a pure function of the step, so resuming needs nothing else.
 
-With `batch_size=8`, `world_size=2` and 19 rows, one epoch is three steps. At steps 0 and 1 each rank gets 4
-rows. At step 2 only 3 rows are left: rank 0 gets 2 of them, rank 1 gets 1, and rank 1 pads its batch to 2
-rows.
+With `batch_size=8`, `world_size=2` and 19 rows, one epoch is three steps. At steps 0 and 1 each rank gets 4 rows. At step 2 only
+3 rows are left: rank 0 gets 2 of them, rank 1 gets 1, and rank 1 pads its batch to 2 rows.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Statistics and vocabularies fitted on training rows, stored beside a dataset for `mode=transform` to apply again.
 
-`preproc.json` holds the statistics, the description of their features, and how raw rows are read. The folder
-`vocabulary/` holds the vocabularies: Parquet with `value`, `id` and `count`. The dataset's spec lists the checksums of all
-of them.
+`preproc.json` holds the statistics, the description of their features, and how raw rows are read. The folder `vocabulary/` holds
+the vocabularies: Parquet with `value`, `id` and `count`. The dataset's spec lists the checksums of all of them.
 
 Nothing of it is used before it is compared with the spec. Ids of a vocabulary are 1, 2, ... by descending count, and by
 the bytes of the value for equal counts, so exchanged ids are found without a checksum too.

@@ -1,8 +1,7 @@
 """Mask of a dropout layer: a function of counters, so that no mask is stored and no generator has a state to save.
 
-An element is kept if a hash of (seed, layer, step, row of the global batch, column) is at least the rate. The mask is the
-same for any number of ranks, after resuming, and inside a CUDA graph. `nn.ops.triton.dropout` computes the same bits on a
-GPU.
+An element is kept if a hash of (seed, layer, step, row of the global batch, column) is at least the rate. The mask is the same
+for any number of ranks, after resuming, and inside a CUDA graph. `nn.ops.triton.dropout` computes the same bits on a GPU.
 """
 
 import hashlib

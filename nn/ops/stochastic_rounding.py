@@ -3,9 +3,8 @@
 Most updates are smaller than half the distance between two adjacent 16-bit numbers. Rounding to nearest would drop them.
 Stochastic rounding rounds up with a probability equal to the fraction of that distance, so small updates accumulate.
 
-The random bits are a hash of (seed, table, step, row, column), so rounding needs no state. A run is reproducible,
-resumes exactly, and rounds the same way for every sharding. `nn.ops.triton.stochastic_rounding` computes the same bits on
-a GPU.
+The random bits are a hash of (seed, table, step, row, column), so rounding needs no state. A run is reproducible, resumes
+exactly, and rounds the same way for every sharding. `nn.ops.triton.stochastic_rounding` computes the same bits on a GPU.
 """
 
 import hashlib
@@ -52,8 +51,7 @@ def round_stochastically(values: Tensor, dtype: torch.dtype, bits: Tensor) -> Te
     Numbers that the dtype can represent are unchanged, including infinities and NaN. Finite numbers beyond the dtype's largest
     become the largest. Between fp16's subnormal numbers the probability has 16 bits; the bias towards zero is below 2^-40.
 
-    `values`: float32. `dtype`: bfloat16 or float16. `bits`: random bits in the shape of `values`, uniform from 0 to 2^16 -
-    1.
+    `values`: float32. `dtype`: bfloat16 or float16. `bits`: random bits in the shape of `values`, uniform from 0 to 2^16 - 1.
     """
     signed = values.contiguous().view(torch.int32)
     magnitude = signed & 0x7FFFFFFF

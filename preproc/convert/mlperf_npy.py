@@ -5,9 +5,8 @@
     day_0_sparse.npy   int [N, 26], one id per table; or instead of it
     day_0_sparse_multi_hot.npz   arrays `0` to `25`, int [N, hotness]
 
-As in their loader, all days but the last are for training. The first half of the last day is for validation,
-and the second half for testing. The files hold no table sizes, so all ids are read once to find the largest
-one per table.
+As in their loader, all days but the last are for training. The first half of the last day is for validation, and the second half
+for testing. The files hold no table sizes, so all ids are read once to find the largest one per table.
 """
 
 import math

@@ -1,9 +1,8 @@
 """Encoding of categorical columns: count the values, rank them, write the ids; several columns at a time.
 
-A `Counter` counts the values. Each time it is full, and at the end, its counts go to DuckDB. DuckDB merges
-and ranks them with the SQL of `preproc/vocabulary_sql.py`, and spills when memory runs out. A `Lookup` of the
-vocabulary then maps values to ids. A vocabulary that does not fit in memory is split into parts, with one
-pass over the column per part.
+A `Counter` counts the values. Each time it is full, and at the end, its counts go to DuckDB. DuckDB merges and ranks them with
+the SQL of `preproc/vocabulary_sql.py`, and spills when memory runs out. A `Lookup` of the vocabulary then maps values to ids. A
+vocabulary that does not fit in memory is split into parts, with one pass over the column per part.
 """
 
 from collections.abc import Iterator

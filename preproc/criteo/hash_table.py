@@ -1,9 +1,8 @@
 """Hash tables from 32-bit codes to counts or ids, compiled by Numba.
 
-A slot is one 64-bit number: the code in the high half, its count or id in the low half. A look-up thus
-touches one cache line. Zero is an empty slot, since neither a count nor an id is zero. Probing is linear. Its
-start depends on a random number of the process, so no file can be built whose codes all collide. The results
-do not depend on that number.
+A slot is one 64-bit number: the code in the high half, its count or id in the low half. A look-up thus touches one cache line.
+Zero is an empty slot, since neither a count nor an id is zero. Probing is linear. Its start depends on a random number of the
+process, so no file can be built whose codes all collide. The results do not depend on that number.
 """
 
 import secrets

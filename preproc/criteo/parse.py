@@ -3,10 +3,9 @@
 A line has 40 tab-separated columns: the label (0 or 1), 13 integers and 26 categories; a missing
 value is an empty field. Nothing is quoted. Blank lines are skipped.
 
-The store holds `label.u8`, the numericals in their stored dtype, one bit per numerical for missing values,
-and one column of 32-bit codes per category. A category of eight lower-case hexadecimal digits is its own
-code. Every other text is non-hex and is stored in Parquet files (column, row, value) beside the codes.
-Nothing is lost, and no dictionary has to fit in memory.
+The store holds `label.u8`, the numericals in their stored dtype, one bit per numerical for missing values, and one column of
+32-bit codes per category. A category of eight lower-case hexadecimal digits is its own code. Every other text is non-hex and is
+stored in Parquet files (column, row, value) beside the codes. Nothing is lost, and no dictionary has to fit in memory.
 """
 
 import os

@@ -1,9 +1,8 @@
 """Out-of-core random permutation of all training rows: a pure function of the seed and the number of rows.
 
-Every row draws a bucket, every bucket is permuted in memory, and the buckets are concatenated. If buckets and
-permutations are drawn independently and uniformly, every order is equally likely: this is the first step of a
-radix sort by random numbers. The number of buckets depends on the rows alone. The order is therefore the same
-for any memory limit and number of threads.
+Every row draws a bucket, every bucket is permuted in memory, and the buckets are concatenated. If buckets and permutations are
+drawn independently and uniformly, every order is equally likely: this is the first step of a radix sort by random numbers. The
+number of buckets depends on the rows alone. The order is therefore the same for any memory limit and number of threads.
 """
 
 import os
