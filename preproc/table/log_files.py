@@ -18,8 +18,7 @@ from dataloading.dataset.sequences import EVENTS, EventColumn
 from preproc.dataset_writer import RecordedFile
 from preproc.fitted_state import latest_name
 from preproc.report.console import LogCounts, RowEvents
-from preproc.table import output_files
-from preproc.table.output_files import TableFiles, allocate
+from preproc.table.output_files import GROUP_ROWS, TableFiles, allocate
 from preproc.table.text_codes import NO_CODE
 from preproc.table.transformation import NO_VALUE
 
@@ -101,7 +100,9 @@ def write_log(
             for name in names
         ]
         stream = stack.enter_context(firsts.open("wb"))
-        for lines in files.batches(line, ["who_", "item_", "out_", *of_ids, *columns]):
+        every = ["who_", "item_", "out_", *of_ids, *columns]
+        # So few that their arrays stay in a cache of the processor.
+        for lines in files.batches(line, every, most=GROUP_ROWS):
             item, who, time = (np.asarray(lines[name]) for name in ("item_", "who_", "time_"))
             starts, stops, before, is_new = cursor.advance(who, time, item)
             before[is_new].tofile(stream)
@@ -129,8 +130,8 @@ def _write_slices(files: TableFiles, name: str, of_rows: np.ndarray, counts: Log
             RecordedFile(files.dataset, f"{split}/{name}.slices.bin") as slices,
             RecordedFile(files.dataset, f"{split}/{name}.moments.bin") as moments,
         ):
-            for start in range(rows.start, rows.stop, output_files.CHUNK_ROWS):
-                part = of_rows[start : min(start + output_files.CHUNK_ROWS, rows.stop)]
+            for start in range(rows.start, rows.stop, GROUP_ROWS):
+                part = of_rows[start : min(start + GROUP_ROWS, rows.stop)]
                 seen.add(part[:, 1] - part[:, 0])
                 slices.append(part[:, :2].astype("<i8"))
                 moments.append(part[:, 2].astype("<i8"))

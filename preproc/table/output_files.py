@@ -76,9 +76,9 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         return "" if is_one else f" ORDER BY {order_by}"
 
     def batches(
-        self, relation: str, columns: list[str], rows: range | None = None
+        self, relation: str, columns: list[str], rows: range | None = None, most: int = 0
     ) -> Iterator["pa.RecordBatch"]:
-        """Yield columns of rows of a relation, by default of all, in the order of `row_`."""
+        """Yield columns of rows of a relation, by default of all, in the order of `row_`, at most `most` at a time."""
         files, in_order = self._files(relation), self._in_order(relation, "row_")
         with self._connection.cursor() as cursor:
             if rows is None:
@@ -92,7 +92,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
                     f"SELECT {', '.join(columns)}, row_ FROM read_parquet({files}) "
                     f"WHERE row_ >= {start} AND row_ < {stop}{in_order}"
                 )
-                with cursor.sql(query).to_arrow_reader(CHUNK_ROWS) as reader:
+                with cursor.sql(query).to_arrow_reader(most or CHUNK_ROWS) as reader:
                     for batch in reader:
                         numbers = np.asarray(batch.column(len(columns)))
                         _expect((np.diff(numbers, prepend=start + found - 1) == 1).all(), relation)

@@ -535,7 +535,10 @@ class Staging:
                 continue
             number_ = self._engine.without_nan(number_of(column), "double")
             columns.append(f"{as_float(f'coalesce({number_}, 0)')} AS {column}")
-            bad = f"{not_a_number(column, number_of(column))} OR abs({number_}) > {LARGEST_FLOAT}"
+            bad = f"abs({number_}) > {LARGEST_FLOAT}"
+            kind = self._kinds[column]
+            if kind not in FLOAT_TYPES and not EXACT_TYPE.fullmatch(kind):
+                bad = f"{not_a_number(column, number_of(column))} OR {bad}"
             mistakes.append(
                 f"WHEN {bad} THEN {text(f'{where}: {key} is ')} || {shown_value(column)} "
                 "|| ', wanted a number that float32 holds'"

@@ -530,6 +530,7 @@ def test_a_log_is_written_in_pieces_and_a_stopped_run_resumes(tmp_path, monkeypa
     wanted = build(tmp_path / "whole", table, "shuffle=true")
     latest = pq.read_table(tmp_path / "whole/latest/past.parquet")
     monkeypatch.setattr("preproc.table.output_files.CHUNK_ROWS", 7)
+    monkeypatch.setattr("preproc.table.log_files.GROUP_ROWS", 5)
     assert build(tmp_path / "out", table, "shuffle=true") == wanted
     assert pq.read_table(tmp_path / "out/latest/past.parquet").equals(latest)
     with monkeypatch.context() as patch:
@@ -608,6 +609,7 @@ def test_the_events_of_movielens_are_those_of_one_pass_in_the_order_of_time(tmp_
             "row 1: table.sequence: 'past': numbers: 'r' is a, wanted a number that float32 holds",
         ),
         ({"numbers": [{"name": "r", "expression": "1e39"}]}, "numbers: 'r' is 1e+39, wanted a number that float32 holds"),
+        ({"numbers": [{"name": "r", "expression": "1 / 0::DOUBLE"}]}, "numbers: 'r' is inf, wanted a number"),
         ({"numbers": ["time"]}, "'past_time' is named twice: the time of an event of 'past' and the time of an event"),
         ({"numbers": "rating"}, "table.sequence: 'past': numbers: got 'rating', want a list"),
         ({"by": ""}, "'past': by: got '', want SQL, such as a column"),
