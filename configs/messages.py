@@ -90,7 +90,7 @@ def on_one_line(text: str) -> str:
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EFBIG), "free some space"),
     errno.EDQUOT: "free some of your quota",
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "move that file or choose another path"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "move it or choose another path"),
     errno.EROFS: "choose a directory that can be written",
     **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions or choose another path"),
     **dict.fromkeys(

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from configs.command_line import NO_OUTPUT, RERUN, composed_command, end_command, errors_end_command
 from configs.console import command_console
 from configs.messages import require_package
-from configs.options import require
+from configs.options import refuse, require
 from configs.overrides import options_text, texts_of, to_config
 from configs.preproc_schema import EngineName, Layout, Mode, PreprocConfig, Split, topic_of
 from configs.stop_signals import restore_signals
@@ -105,7 +105,9 @@ def _was_complete(config: PreprocConfig, output: Path) -> bool:
 
 def execute(config: PreprocConfig) -> None:
     """Run `config.mode` on local copies of what lies on object stores, and upload an output that belongs there."""
-    Path(config.temp_directory or ".").mkdir(parents=True, exist_ok=True)
+    if given := config.temp_directory:
+        refuse(is_remote(given), f"temp_directory={given} must be a local directory")
+        Path(given).mkdir(parents=True, exist_ok=True)
     if config.mode is Mode.describe:
         from preproc.describe.command import run_describe
 

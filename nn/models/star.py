@@ -120,9 +120,8 @@ class STAR(Model):
     def _plain(self, x: Tensor, chosen: Tensor) -> Tensor:
         domains = chosen.shape[1]
         for number, layer in enumerate(self.layers[:-1]):
-            x = _own(
-                layer(x.expand(domains, -1, -1)), chosen
-            )  # Each row counts once, in its own domain.
+            # Each row counts once, in its own domain.
+            x = _own(layer(x.expand(domains, -1, -1)), chosen)
             x = torch.relu(self.norms[number](x, chosen) if self.norms else x)
             x = self.dropouts[number](x) if self.dropouts else x
         return self.layers[-1](x.expand(domains, -1, -1))

@@ -64,17 +64,18 @@ class _RowsAt(torch.autograd.Function):
 
 
 def row_sums(grad: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Return the sums of the gradients [C, D] of each row at its positions, [R, D], added up in one order."""
+    """Return the sums of the gradients [C, D] of each row at its positions, [R, D], in one order; of few rows by a product."""
     if rows <= FEW_ROWS:
         is_row = torch.arange(rows, device=index.device)[:, None] == index
         return is_row.to(grad.dtype) @ grad
     # Otherwise torch 2.13 adds up the gradients of some hundred rows by atomics.
     before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         return torch.ops.aten.embedding_dense_backward(grad, index, rows, -1, False)
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def offsets(at: SamplePositions) -> tuple[Tensor, Tensor]:

@@ -118,9 +118,7 @@ def test_a_message_leaves_the_process_on_one_line_of_limited_length():
 
 def test_a_path_of_any_length_fits_in_a_line():
     error = FileExistsError(errno.EEXIST, "File exists", "/data/run")
-    assert os_error_text(error).startswith(
-        "File exists: /data/run; move that file or choose another"
-    )
+    assert os_error_text(error).startswith("File exists: /data/run; move it or choose another")
     error = OSError(errno.ENAMETOOLONG, "File name too long", f"/data/{'x' * 100_000}/end")
     text = os_error_text(error)
     assert len(text) < 500

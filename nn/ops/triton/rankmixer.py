@@ -152,7 +152,10 @@ def _norm_gradient(
     of_norm = x.new_empty(programs * tokens, 2 * columns, dtype=torch.float32)
     of_bias = x.new_empty(programs, tokens * columns, dtype=torch.float32)
     tensors = grad.contiguous(), x, y, y_bias, *norm, of_sum, of_norm, of_bias
-    _norm_backward[(programs * tokens,)](*tensors, samples, eps, shape, **NORM_GRADIENT)
+    # Of wider rows one warp has too few registers.
+    wide = {"num_warps": shape.BLOCK_C // 512, "maxnreg": 128}
+    launch = NORM_GRADIENT if shape.BLOCK_C <= BACKWARD else wide
+    _norm_backward[(programs * tokens,)](*tensors, samples, eps, shape, **launch)
     of_y_bias = of_bias if y_bias is None else column_sums(of_bias)
     return of_sum, *column_sums(of_norm).chunk(2), of_y_bias
 

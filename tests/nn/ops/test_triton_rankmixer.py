@@ -67,7 +67,7 @@ def test_an_interpreted_block_is_exact(sizes, samples, monkeypatch):
 
     # Programs take one block of samples, several, and no whole one.
     monkeypatch.setattr(kernels, "PROGRAMS", 2 * sizes[0])
-    monkeypatch.setattr(kernels, "BACKWARD", 1024)
+    monkeypatch.setattr(kernels, "PIECE", 8)
     for name in ("FORWARD", "BACKWARD"):
         monkeypatch.setattr(kernels, name, 256)
     for name, size in (("BLOCK_B", 4), ("BLOCK_C", 32), ("BLOCKS_OF_ROWS", 3)):

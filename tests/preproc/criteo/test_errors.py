@@ -399,6 +399,15 @@ def test_ctrl_c_ends_the_command_with_one_message(tmp_path, output):
     shutil.rmtree(output)
 
 
+def test_temporary_files_are_local(tmp_path, output):
+    source = write_lines(tmp_path / "raw.tsv", GOOD)
+    for mode in ("fit", "describe"):
+        options = f"mode={mode}", f"source={source}", f"output={output}"
+        fails(
+            "temp_directory=s3://b/x must be a local directory", *options, "temp_directory=s3://b/x"
+        )
+
+
 def test_a_full_disk_is_reported_and_the_next_run_resumes(tmp_path, monkeypatch):
     source, output = write_lines(tmp_path / "raw.tsv", GOOD), tmp_path / "out"
     with monkeypatch.context() as patch:
