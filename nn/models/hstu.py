@@ -108,7 +108,6 @@ class HSTU(Model):
         items = [embeddings.distinct_rows(inputs.tables[name], name) for name in inputs.items]
         parts = SampleParts.of(events, self._num_context, num_candidates)
         at, queries = parts.at, parts.at.last(num_candidates)[0]
-
         features = [events.rows[name] for name in inputs.group.features]
         of_items = self.items([of.rows for of in features], parts.positions(features, items))
         if self._num_context:
