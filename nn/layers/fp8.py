@@ -153,8 +153,9 @@ class _Fp8Pass(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        needed = {"needs_input": ctx.needs_input_grad[0]}
-        of_x, *gradients = ctx.of.backward(grad.contiguous(), ctx.saved_tensors, **needed)
+        of_x, *gradients = ctx.of.backward(
+            grad.contiguous(), ctx.saved_tensors, needs_input=ctx.needs_input_grad[0]
+        )
         return of_x, None, *gradients
 
 

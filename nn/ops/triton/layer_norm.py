@@ -174,8 +174,9 @@ def _gate_arguments(
 ) -> tuple[int, dict[str, Any]]:
     """Return the programs of a gate's kernel as `_layout`, and its arguments but the matrices and parameters."""
     options = {"WIDTH": (3 if concat else 1) * a.shape[1], "DROPS": mask is not None}
-    kind = (_backward_layout, GATE_BACKWARD) if is_backward else (_layout, GATE_FORWARD)
-    layout, elements = kind
+    layout, elements = _layout, GATE_FORWARD
+    if is_backward:
+        layout, elements = _backward_layout, GATE_BACKWARD
     rows, programs, shape, num_warps = layout(a, elements, **options)
     arguments = {"rows": rows, "u_stride": u.stride(0), "eps": eps, "S": shape}
     return programs, mask_arguments(mask, rows, at, u) | arguments | {"num_warps": num_warps}

@@ -70,7 +70,7 @@ def stage_rows(journal: Journal) -> Staged:
     relation = "staged_" if num_bad else "all_"
     if num_bad:
         more = [column for i in range(len(table.pasts)) for column in table.past_columns(i)]
-        more += ["split_"] * (table.split.by == "column")
+        more += ["split_"] if table.split.by == "column" else []
         query = (
             f"SELECT {stored_columns(held, *more)}, row_ AS all_row_ FROM all_ WHERE bad_ IS NULL"
         )
