@@ -112,14 +112,8 @@ HOST_T3 = Row("dlrm", 1, "dlrm_criteo_t3", "criteo_t3", overrides=(in_tier("host
 DISK_T3 = (f"sharding.disk_path={gettempdir()}", "sharding.read_ahead_gib=8")
 MOVIELENS = Row("main", 1, "embedding_mlp_movielens", "movielens", train_rows=FEW_ROWS)
 WIDE_DEEP = Row("main", 1, "wide_deep_criteo", "criteo_wdl", train_rows=FEW_ROWS)
-DEEPFM = Row(
-    "main",
-    1,
-    "deepfm_criteo",
-    "criteo_t15",
-    overrides=("train.batch_size=4096",),
-    train_rows=FEW_ROWS,
-)
+B4096 = ("train.batch_size=4096",)
+DEEPFM = Row("main", 1, "deepfm_criteo", "criteo_t15", overrides=B4096, train_rows=FEW_ROWS)
 FAMILY = {
     f"{name}_1": DEEPFM.plus(f"model.name={name}", "model.embedding_dim=16")
     for name in (
@@ -251,7 +245,9 @@ ROWS = {
     "deepfm_1": DEEPFM,
     "deepfm_1_bf16": DEEPFM.plus(*BF16),
     **FAMILY,
+    "rankmixer_1_bf16": MIXER,
     "rankmixer_1_10m": MIXER.plus("model.token_dim=224", "model.expansion=3"),
+    "rankmixer_1_30m": MIXER.plus("model.token_dim=416", "model.expansion=3"),
     "rankmixer_1_100m": MIXER_100M,
     "rankmixer_1_100m_fp8": MIXER_100M.plus(*FULL_FP8),
     "rankmixer_1_100m_16384": MIXER_16384,
