@@ -16,8 +16,8 @@ from torch.nn.functional import embedding
 # Sizes are asked by `shape`, since `len` would be a constant of an exported program.
 
 Pooling = Literal["sum", "mean", "last"]
-FEW_ROWS = 64
-"""Up to so many rows gradients are added up by a product, since torch adds up those of one row by one thread a column."""
+FEW_ROWS, FEW_NUMBERS = 64, 2**16
+"""Up to so many rows, or numbers of a table, a GPU adds gradients up by products: torch takes a thread a column, or a sort."""
 
 
 class SamplePositions(Protocol):
@@ -64,10 +64,12 @@ class _RowsAt(torch.autograd.Function):
 
 
 def row_sums(grad: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Return the sums of the gradients [C, D] of each row at its positions, [R, D], in one order; of few rows by a product."""
-    if rows <= FEW_ROWS:
-        is_row = torch.arange(rows, device=index.device)[:, None] == index
-        return is_row.to(grad.dtype) @ grad
+    """Return the sums of the gradients [C, D] of each row at its positions, [R, D], in one order."""
+    if grad.is_cuda and rows <= max(FEW_ROWS, FEW_NUMBERS // grad.shape[1]):
+        # Only CUDA builds of torch include Triton.
+        from nn.ops.triton.row_sums import row_sums as by_products
+
+        return by_products(grad, index, rows)
     # Otherwise torch 2.13 adds up the gradients of some hundred rows by atomics.
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,4 +1,8 @@
-"""Rows of tables at positions, added up and dropped out: a kernel reads the rows of all tables, and writes each position once."""
+"""Rows of tables at positions, added up and dropped out: a kernel reads the rows of all tables, and writes each position once.
+
+Gradients of a table's rows are sums over positions in one order, without a sort: each program multiplies a block of positions'
+gradients by which of its rows they have, and skips blocks that have none. Positions side by side often have rows side by side.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,15 +13,21 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nn.ops import jagged
 from nn.ops.dropout_mask import DropoutMask
 from nn.ops.fused_linear import autocast_dtype
-from nn.ops.jagged import row_sums
+from nn.ops.triton.column_sums import column_sums
 from nn.ops.triton.dropout import apply_mask, is_kept, mask_arguments, row_bits
 
 # R: rows of a table, P: positions, D: columns
 
 BLOCK = 2048
 """Numbers that a program writes at once."""
+SUMS = {"R": 64, "P": 128, "num_warps": 4}
+"""Rows of a program of `row_sums`, and positions that it reads at once: of float32, which takes no tensor cores, `FLOAT32_P`."""
+FLOAT32_P = 32
+SUM_PROGRAMS = 2048
+"""Programs that share rows, columns and positions; a number of the GPU would change the order of sums."""
 
 
 @torch.compiler.disable
@@ -27,12 +37,26 @@ def sum_of_rows(
     scales: Sequence[float],
     mask: DropoutMask | None,
     at: tuple[Tensor, Tensor],
+    base: Tensor | None = None,
 ) -> Tensor:
     """Return the dropped out sum of rows of tables [R, D] at indices [P], times their scales, [P, D], in autocast's dtype.
 
-    `mask`, `at`: of `DropoutMask.apply`; no mask drops nothing.
+    `mask`, `at`: of `DropoutMask.apply`; no mask drops nothing. `base`: [P, D], added to it; its dtype is the result's.
     """
-    return _SumOfRows.apply(tuple(indices), tuple(scales), mask, at, *tables)
+    return _SumOfRows.apply(tuple(indices), tuple(scales), mask, at, base, *tables)
+
+
+def row_sums(grad: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Compute `nn.ops.jagged.row_sums` of few rows, in float32."""
+    grad, (count, columns) = grad.contiguous(), grad.shape
+    sizes = SUMS | {"C": min(max(triton.next_power_of_2(columns), 16), 128)}
+    if grad.dtype is torch.float32:
+        sizes["P"] = FLOAT32_P
+    blocks = triton.cdiv(rows, sizes["R"]), triton.cdiv(columns, sizes["C"])
+    groups = max(SUM_PROGRAMS // (blocks[0] * blocks[1]), 1)
+    sums = grad.new_empty(groups, rows, columns, dtype=torch.float32)
+    _row_sums[(*blocks, groups)](grad, index.contiguous(), sums, count, rows, columns, **sizes)
+    return column_sums(sums.flatten(1)).view(rows, columns)
 
 
 class _SumOfRows(torch.autograd.Function):
@@ -43,12 +67,14 @@ class _SumOfRows(torch.autograd.Function):
         scales: tuple[float, ...],
         mask: DropoutMask | None,
         at: tuple[Tensor, Tensor],
+        base: Tensor | None,
         *tables: Tensor,
     ) -> Tensor:
         ctx.rest = indices, scales, mask, at
         ctx.rows = [(len(table), table.dtype) for table in tables]
         count, columns = len(indices[0]), tables[0].shape[1]
-        out = tables[0].new_empty(count, columns, dtype=autocast_dtype(tables[0]))
+        dtype = autocast_dtype(tables[0]) if base is None else base.dtype
+        out = tables[0].new_empty(count, columns, dtype=dtype)
         block = min(triton.next_power_of_2(columns), BLOCK)
         sizes = {"BLOCK_P": BLOCK // block, "BLOCK_C": block}
         grid = (triton.cdiv(count, sizes["BLOCK_P"]), triton.cdiv(columns, block))
@@ -57,6 +83,7 @@ class _SumOfRows(torch.autograd.Function):
                 tuple(table.contiguous() for table in tables),
                 indices,
                 scales,
+                None if base is None else base.contiguous(),
                 out,
                 **mask_arguments(mask, count, at, out),
                 positions=count,
@@ -74,9 +101,9 @@ class _SumOfRows(torch.autograd.Function):
         grad = grad.contiguous() if mask is None else apply_mask(grad, mask, at=at)
         found = []
         for index, scale, (rows, dtype) in zip(indices, scales, ctx.rows, strict=True):
-            of_table = row_sums(grad, index, rows).to(dtype)
+            of_table = jagged.row_sums(grad, index, rows).to(dtype)
             found.append(of_table if scale == 1 else of_table * scale)
-        return None, None, None, None, *found
+        return None, None, None, None, grad if ctx.needs_input_grad[4] else None, *found
 
 
 @triton.jit(do_not_specialize=["key", "threshold", "positions"])
@@ -84,6 +111,7 @@ def _sum_of_rows(
     tables,
     indices,
     scales,
+    base,
     out,
     at,
     key,
@@ -100,7 +128,10 @@ def _sum_of_rows(
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     is_here = position < positions
     inside = is_here[:, None] & (column < columns)
+    offset = position[:, None] * columns + column
     total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
+    if base is not None:
+        total += tl.load(base + offset, mask=inside, other=0.0).to(tl.float32)
     for number in tl.static_range(TABLES):
         row = tl.load(indices[number] + position, mask=is_here, other=0).to(tl.int64)[:, None]
         values = tl.load(tables[number] + row * columns + column, mask=inside, other=0.0)
@@ -111,5 +142,28 @@ def _sum_of_rows(
         bits = row_bits(at[2], at[3], key, sample)[:, None]
         kept = is_kept(bits, first[:, None] + column, threshold)
         total = tl.where(kept, total * scale, 0.0)
-    offset = position[:, None] * columns + column
     tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _row_sums(
+    grad, index, sums, positions, rows, columns, R: tl.constexpr, P: tl.constexpr, C: tl.constexpr
+):
+    first, group, groups = tl.program_id(0) * R, tl.program_id(2), tl.num_programs(2)
+    column = tl.program_id(1) * C + tl.arange(0, C)[None, :]
+    total = tl.zeros((R, C), tl.float32)
+    position = group.to(tl.int64) * P + tl.arange(0, P)
+    following = tl.load(index + position, mask=position < positions, other=-1)
+    for _ in range(group, tl.cdiv(positions, P), groups):
+        row, here = following.to(tl.int32) - first, position[:, None]
+        # The next block's indices are on their way while this one's gradients are.
+        position += groups * P
+        following = tl.load(index + position, mask=position < positions, other=-1)
+        if tl.max(((row >= 0) & (row < R)).to(tl.int32), 0) > 0:
+            is_row = tl.arange(0, R)[:, None] == row[None, :]
+            inside = (here < positions) & (column < columns)
+            values = tl.load(grad + here * columns + column, mask=inside, other=0.0)
+            total = tl.dot(is_row.to(values.dtype), values, total, input_precision="ieee")
+    row = first + tl.arange(0, R)[:, None]
+    offset = (group * rows + row).to(tl.int64) * columns + column
+    tl.store(sums + offset, total, mask=(row < rows) & (column < columns))

@@ -44,7 +44,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 161
+    assert done.stdout.count("compiled") == 163
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -71,7 +71,7 @@ def run() -> None:
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
     from nn.ops.triton.mlp import _logit_forward, _relu_backward
     from nn.ops.triton.parameters import ALIGN, _cast
-    from nn.ops.triton.row_sums import _sum_of_rows
+    from nn.ops.triton.row_sums import FLOAT32_P, SUMS, _row_sums, _sum_of_rows
     from nn.ops.triton.served_lookup import _cold_rows, _served_lookup
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
 
@@ -181,7 +181,11 @@ def run() -> None:
         tables = {"tables": (dtype, dtype, "*fp32"), "indices": ("*i32", "*i64", "*i64")}
         numbers = {"scales": ("fp32",) * 3, "at": ("*i64",) * 4, "scale": "fp32", "columns": "i32"}
         sizes = {"TABLES": 3, "DROPS": True, "BLOCK_P": 4, "BLOCK_C": 512}
-        build(_sum_of_rows, {"out": dtype} | tables | numbers, **sizes)
+        base = {} if dtype == "*fp32" else {"base": None}
+        build(_sum_of_rows, {"out": dtype, "base": dtype} | tables | numbers, **sizes, **base)
+        sums = {"grad": dtype, "index": "*i64", "sums": "*fp32", "columns": "i32", "rows": "i32"}
+        block = {"P": FLOAT32_P} if dtype == "*fp32" else {}
+        build(_row_sums, sums, C=64, **SUMS | block)
 
     build_fp8()
     build_jagged()

@@ -65,12 +65,41 @@ def test_interpreted_sums_are_exact(form, monkeypatch):
             check(kernels.sum_of_rows, form, count, columns, "cpu", torch.float32)
 
 
+@needs_no_gpu
+@pytest.mark.parametrize("rows", [1, 64, 200])
+def test_interpreted_gradients_of_few_rows_are_exact(rows, monkeypatch):
+    """Also in programs without positions, and in blocks of positions that have none of a program's rows."""
+    from nn.ops.triton import row_sums as kernels
+
+    monkeypatch.setattr(kernels, "SUM_PROGRAMS", 8)
+    generator = torch.Generator().manual_seed(rows)
+    for count, columns in ((1, 3), (700, 20)):
+        index = torch.randint(rows, (count,), generator=generator).sort()[0]
+        grad = torch.randn(count, columns, generator=generator)
+        exact = torch.zeros(rows, columns, dtype=torch.float64).index_add_(0, index, grad.double())
+        found = kernels.row_sums(grad, index, rows)
+        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+@needs_no_gpu
+def test_an_interpreted_sum_of_rows_has_a_base():
+    from nn.ops.triton.row_sums import sum_of_rows
+
+    base, table = torch.randn(9, 3, requires_grad=True), torch.randn(5, 3)
+    index = torch.arange(9) % 5
+    out = sum_of_rows([table], [index], [2.0], None, (index, index), base)
+    torch.testing.assert_close(out, base + 2 * table[index])
+    assert torch.equal(torch.autograd.grad(out.sum(), base)[0], torch.ones(9, 3))
+
+
 @needs_one_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
-def test_on_a_gpu_sums_are_exact(form, dtype):
+def test_on_a_gpu_sums_are_exact(form, dtype, monkeypatch):
     from nn.ops.triton.row_sums import sum_of_rows
 
+    # No sum of float32 is rounded to the ten bits that products may have.
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype is torch.bfloat16):
         for columns in (16, 100, 512, 3000):
             for count in (0, 1, 20_011):
