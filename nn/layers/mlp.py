@@ -137,6 +137,16 @@ class MLP(nn.Module):
         return nn.functional.pad(x, (0, self.padding)) if self.padding else x
 
 
+def linear_layers(x: Tensor, *layers: nn.Linear) -> Tensor:
+    """Map [B, inputs] through linear layers with ReLU between them; on a GPU kernels add up the gradients of biases."""
+    if can_fuse(x, layers[0].weight):
+        weights, biases = zip(*((layer.weight, layer.bias) for layer in layers), strict=True)
+        return fused(as_autocast(x), weights, biases, [], final_activation=False)
+    for layer in layers[:-1]:
+        x = torch.relu(layer(x))
+    return layers[-1](x)
+
+
 @torch.compiler.disable
 def fused(
     x: Tensor,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nn.layers.initialization import initialise_linear_, normal_
 from nn.ops import jagged, jagged_attention
+from nn.ops.column_blocks import GradientBlocks
 from nn.ops.fused_linear import can_fuse
 from nn.ops.jagged import Pooling, Positions, SamplePositions
 from nn.ops.jagged import append as append
@@ -44,18 +45,22 @@ def attend(
     causal: bool = True,
     scale: float | None = None,
     bias: ScoreBias | None = None,
+    gradients: GradientBlocks | None = None,
 ) -> Tensor:
     """Return softmax attention of each query to the events of its sample, causal to itself and earlier ones.
 
     A score is scale * q . k plus biases. `q`: [C, H, K], or [Q, H, K] of other positions `queries`: the last one of a
     sample is where its last event is, and there are no more than events. `k`, `v`: [C, H, K]. Returns the shape of `q`.
-    `scale`: None for 1 / sqrt(K).
+    `scale`: None for 1 / sqrt(K). `gradients`: blocks for those of q, k and v, where kernels may write them.
     """
-    module: Any = jagged_attention
-    if can_fuse(q, k):
-        from nn.ops.triton import jagged_attention as module
     scale = q.shape[2] ** -0.5 if scale is None else scale
-    return module.attend(q, k, v, at, queries or at, causal, scale, bias or ScoreBias())
+    rest = at, queries or at, causal, scale, bias or ScoreBias()
+    if not can_fuse(q, k):
+        return jagged_attention.attend(q, k, v, *rest)
+    # Only CUDA builds of torch include Triton.
+    from nn.ops.triton import jagged_attention as kernels
+
+    return kernels.attend(q, k, v, *rest, gradients)
 
 
 def attend_once(q: Tensor, k: Tensor, v: Tensor, at: SamplePositions) -> Tensor:

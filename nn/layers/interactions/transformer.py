@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from functools import partial, reduce
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from dataloading.dataset.sequences import SequenceGroup
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import truncated_normal_
+from nn.layers.mlp import linear_layers
 from nn.layers.sequence import LayerNorm, SamplePositions, ScoreBias, attend
 from nn.layers.sequence_events import SequenceEvents
+from nn.ops.column_blocks import column_blocks
+from nn.ops.fused_linear import can_fuse
 from nn.ops.jagged import offsets, rows_at
 from nn.ops.jagged_attention import time_bucket
 
@@ -21,7 +24,6 @@ from nn.ops.jagged_attention import time_bucket
 TIME_BUCKETS = 64
 """Half doublings of a second that ages, and times between events, are told apart by."""
 TOKEN_INIT = 0.02
-ACTIVATIONS = {"relu": torch.relu, "leaky_relu": nn.functional.leaky_relu}
 
 
 def check_heads(heads: int, columns: int) -> None:
@@ -58,12 +60,21 @@ class EventTokens(nn.Module):
         """Map [C, D] to [C, D] in the same dtype."""
         offset, is_event = offsets(events)
         behind = events.lengths[events.samples] - 1 - offset
-        x = vectors + rows_at(self.places, behind.clamp(0, len(self.places) - 1))
+        tables, indices = [self.places], [behind.clamp(0, len(self.places) - 1)]
         if self._time is not None and self.ages is not None:
-            x = x + rows_at(self.ages, time_bucket(events.numbers[self._time], TIME_BUCKETS))
+            tables.append(self.ages)
+            indices.append(time_bucket(events.numbers[self._time], TIME_BUCKETS))
+        x = vectors
         if self.numbers is not None:
             numbers = torch.stack([events.numbers[name] for name in self._names], dim=1)
             x = x + torch.where(is_event[:, None], numbers, 0).to(x.dtype) @ self.numbers
+        if can_fuse(x, self.places):
+            # Only CUDA builds of torch include Triton.
+            from nn.ops.triton.row_sums import sum_of_rows
+
+            scales, where = [1.0] * len(tables), (events.samples, offset)
+            return sum_of_rows(tables, indices, scales, self.dropout.mask, where, x).to(vectors)
+        x = reduce(torch.add, map(rows_at, tables, indices), x)
         return self.dropout(x.to(vectors.dtype), events)
 
 
@@ -127,21 +138,27 @@ class TransformerBlock(nn.Module):
         return self._joined(x, 1, self._network, at)
 
     def _attend(self, x: Tensor, at: SamplePositions, times: Tensor | None) -> Tensor:
-        query, key, value = self.projections(x).unflatten(1, (3, self._kind.heads, -1)).unbind(1)
+        blocks, gradients = column_blocks(linear_layers(x, self.projections), 3)
+        q, k, v = (block.unflatten(1, (self._kind.heads, -1)) for block in blocks)
         bias = ScoreBias(self.place_bias, self.time_bias, None if self.time_bias is None else times)
-        attended = attend(query, key, value, at, causal=self._kind.causal, bias=bias)
-        return self.attended(attended.flatten(1))
+        causal = self._kind.causal
+        attended = attend(q, k, v, at, causal=causal, bias=bias, gradients=gradients)
+        return linear_layers(attended.flatten(1), self.attended)
 
     def _network(self, x: Tensor) -> Tensor:
-        return self.output(ACTIVATIONS[self._kind.activation](self.hidden(x)))
+        if self._kind.activation == "relu":
+            return linear_layers(x, self.hidden, self.output)
+        hidden = nn.functional.leaky_relu(linear_layers(x, self.hidden))
+        return linear_layers(hidden, self.output)
 
     def _joined(
         self, x: Tensor, number: int, layer: Callable[[Tensor], Tensor], at: SamplePositions
     ) -> Tensor:
-        norm, dropout = self.norms[number], self.dropouts[number]
+        norm, dropout = cast(LayerNorm, self.norms[number]), self.dropouts[number]
         if self._kind.residual == "post_norm":
             return norm(x + dropout(layer(x), at))
-        change = dropout(layer(norm(x)), at)
+        normed, x = norm.beside(x)
+        change = dropout(layer(normed), at)
         if self.gates:
             change = torch.sigmoid(self.gates[number](x)) * change
         return x + change

@@ -1,30 +1,40 @@
-"""Column sums of what many programs have added up, in a fixed order; torch's sum gives few columns few programs."""
+"""Column sums in a fixed order, of what many programs have added up or of a tall matrix; torch's sum gives few columns few programs."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# P: programs whose sums are added up, C: columns
+# R: rows, C: columns
 
-BLOCK_P, BLOCK_C = tl.constexpr(64), tl.constexpr(32)
+# Rows that a program adds up of a matrix that has no more, and of one that has; and what it reads at once.
+SHORT = {"ROWS": 4096, "R": 64, "C": 32}
+TALL = {"ROWS": 2048, "R": 32, "C": 64}
 
 
-def column_sums(partial_sums: Tensor) -> Tensor:
-    """Return the sums [C] of the columns of contiguous float32 values [P, C]."""
-    assert partial_sums.is_contiguous()
-    num_rows, num_columns = partial_sums.shape
-    sums = partial_sums.new_empty(num_columns)
-    programs = (triton.cdiv(num_columns, BLOCK_C),)
-    _column_sums[programs](partial_sums, sums, num_rows, num_columns)
-    return sums
+def column_sums(values: Tensor) -> Tensor:
+    """Return the sums [C] in float32 of the columns of contiguous values [R, C]."""
+    assert values.is_contiguous()
+    num_rows, num_columns = values.shape
+    sizes = TALL if num_rows > SHORT["ROWS"] else SHORT
+    programs = max(triton.cdiv(num_rows, sizes["ROWS"]), 1)
+    sums = values.new_empty(programs, num_columns, dtype=torch.float32)
+    grid = (triton.cdiv(num_columns, sizes["C"]), programs)
+    _column_sums[grid](values, sums, num_rows, num_columns, **sizes)
+    return sums[0] if programs == 1 else column_sums(sums)
 
 
 @triton.jit
-def _column_sums(values, sums, num_rows, num_columns):
-    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    total = tl.zeros((BLOCK_P, BLOCK_C), tl.float32)
-    for first in range(0, num_rows, BLOCK_P):
-        row = first + tl.arange(0, BLOCK_P)[:, None]
+def _column_sums(
+    values, sums, num_rows, num_columns, ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr
+):
+    column = tl.program_id(0) * C + tl.arange(0, C)[None, :]
+    begin = tl.program_id(1).to(tl.int64) * ROWS
+    total = tl.zeros((R, C), tl.float32)
+    for first in range(begin, tl.minimum(begin + ROWS, num_rows), R):
+        row = first + tl.arange(0, R)[:, None]
         inside = (row < num_rows) & (column < num_columns)
-        total += tl.load(values + row * num_columns + column, mask=inside, other=0.0)
+        found = tl.load(values + row * num_columns + column, mask=inside, other=0.0)
+        total += found.to(tl.float32)
+    sums += tl.program_id(1) * num_columns
     tl.store(sums + column, tl.sum(total, 0)[None, :], mask=column < num_columns)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nn.ops.column_blocks import GradientBlocks
 from nn.ops.jagged import SamplePositions
 from nn.ops.jagged_attention import ScoreBias, time_shift
 
@@ -23,6 +24,10 @@ BAND: tl.constexpr = tl.constexpr(32)
 """Queries and keys of a block of `_bias_sums`."""
 SAMPLE_GROUPS = 128
 """Programs that share the samples of a band; a number of the GPU would change the order of its sums."""
+PROGRAMS = 32768
+"""Programs that keep a GPU busy to the end: those of more samples take several blocks of one each."""
+CLEARED = tl.constexpr(128)
+"""Positions of a program of `_clear`."""
 
 
 class Operands(NamedTuple):
@@ -76,8 +81,12 @@ def attend(
     causal: bool,
     scale: float,
     bias: ScoreBias,
+    gradients: GradientBlocks | None = None,
 ) -> Tensor:
-    """Map queries [Q, H, K], keys and values [C, H, K], all of one dtype, to [Q, H, K]."""
+    """Map queries [Q, H, K], keys and values [C, H, K], all of one dtype, to [Q, H, K].
+
+    `gradients`: blocks for those of q, k and v, whose positions are the same.
+    """
     q, k, v = (with_packed_heads(each.to(q.dtype)) for each in (q, k, v))
     biases = (bias.position, bias.time, bias.times)
     biases = tuple(None if each is None else each.contiguous() for each in biases)
@@ -92,42 +101,60 @@ def attend(
         causal,
         "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
     )
-    return _Attend.apply(shape, (*sizes, scale), q, k, v, *biases, *samples)
+    options = shape, (*sizes, scale), gradients, queries.samples
+    return _Attend.apply(options, q, k, v, *biases, *samples)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shape: Shape, numbers: tuple, *tensors: Any) -> Tensor:
-        ctx.shape, ctx.numbers = shape, numbers
+    def forward(ctx: Any, options: tuple[Any, ...], *tensors: Any) -> Tensor:
+        ctx.options = shape, numbers, _, samples = options
         x = Operands(*tensors, *numbers)
-        out = torch.zeros_like(x.q, memory_format=torch.contiguous_format)
+        out = torch.empty_like(x.q, memory_format=torch.contiguous_format)
+        _clear_unused(out, x, samples)
         log_sums = out.new_empty(shape.H, len(out), dtype=torch.float32)
-        block = blocks(x)[0]
-        _forward[_grid(x, shape, x.max_queries, block["M"])](x, out, log_sums, shape, **block)
+        _launch(_forward, (x, out, log_sums), shape, blocks(x)[0], "M")
         ctx.save_for_backward(out, log_sums, *tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         out, log_sums, *tensors = ctx.saved_tensors
-        x, shape = Operands(*tensors, *ctx.numbers), ctx.shape
+        shape, numbers, gradients, samples = ctx.options
+        x = Operands(*tensors, *numbers)
         saved = Saved(out, grad.contiguous(), log_sums, torch.empty_like(log_sums))
-        of_q, of_k, of_v = (
-            torch.zeros_like(each, memory_format=torch.contiguous_format) for each in x[:3]
-        )
-        _, block, of_keys = blocks(x)
-        grid = _grid(x, shape, x.max_queries, block["M"])
-        _query_gradient[grid](x, saved, of_q, shape, **block)
-        grid = _grid(x, shape, x.max_length, of_keys["N"])
-        _key_gradient[grid](x, saved, of_k, of_v, shape, **of_keys)
+        if gradients is None:
+            of_q, of_k, of_v = (each.new_zeros(each.shape) for each in x[:3])
+        else:
+            parts = map(gradients.block, range(3))
+            of_q, of_k, of_v = (part.unflatten(1, x.q.shape[1:]) for part in parts)
+            _clear_unused(gradients.memory, x, samples)
+        stride, (_, of_queries, of_keys) = of_q.stride(0), blocks(x)
+        _launch(_query_gradient, (x, saved, of_q, stride), shape, of_queries, "M")
+        _launch(_key_gradient, (x, saved, of_k, of_v, stride), shape, of_keys, "N")
         of_bias: tuple[Tensor | None, ...] = (None, None)
-        if any(ctx.needs_input_grad[5:7]):
+        if any(ctx.needs_input_grad[4:6]):
             of_bias = _bias_gradients(x, saved, shape)
-        return None, None, of_q, of_k, of_v, *of_bias, *[None] * 5
+        return None, of_q, of_k, of_v, *of_bias, *[None] * 5
 
 
-def _grid(x: Operands, shape: Shape, max_length: int, block: int) -> tuple[int]:
-    return (triton.cdiv(max_length, block) * shape.H * len(x.starts),)
+def _launch(
+    kernel: Any, arguments: tuple, shape: Shape, options: dict[str, int], over: str
+) -> None:
+    """Launch a kernel over blocks of queries (M) or keys (N); of many samples a program takes several of one head and sample."""
+    x = arguments[0]
+    samples = len(x.starts) * shape.H
+    num_blocks = triton.cdiv(x.max_queries if over == "M" else x.max_length, options[over])
+    parts = min(num_blocks, max(PROGRAMS // samples, 1))
+    kernel[(parts * samples,)](*arguments, parts, shape, **options)
+
+
+def _clear_unused(values: Tensor, x: Operands, samples: Tensor) -> None:
+    """Set the positions of queries that belong to no sample to zero, of contiguous values [C, ...]."""
+    width = values[0].numel()
+    grid = (triton.cdiv(len(values), CLEARED.value),)
+    block = triton.next_power_of_2(width)
+    _clear[grid](values, samples, x.query_starts, x.query_lengths, len(values), width, block)
 
 
 def _bias_gradients(x: Operands, saved: Saved, shape: Shape) -> tuple[Tensor | None, ...]:
@@ -155,14 +182,25 @@ def _bias_gradients(x: Operands, saved: Saved, shape: Shape) -> tuple[Tensor | N
 
 
 def blocks(x: Operands) -> list[dict[str, int]]:
-    """Return queries (M) and keys (N) of a block of scores, and how it is compiled: forward pass, dQ, dK and dV."""
-    if x.q.element_size() == 2 and min(x.max_queries, x.max_length) > 512:
-        forward = {"M": 128, "N": 64, "num_warps": 8 if x.q.shape[2] > 64 else 4, "num_stages": 3}
+    """Return queries (M) and keys (N) of a block of scores, and how it is compiled: forward pass, dQ, dK and dV.
+
+    The fastest on an H200, of heads of 32 columns at 200 and 20 keys on average, of 64 at 1,000.
+    """
+    columns, length = x.q.shape[2], min(x.max_queries, x.max_length)
+    if x.q.element_size() == 2 and length > (256 if columns <= 32 else 512):
+        if columns <= 32:
+            block = {"M": 64, "N": 32, "num_warps": 4, "num_stages": 3}
+            return [block, block, block | {"M": 32, "N": 64}]
+        block = {"M": 128, "N": 64, "num_warps": 4, "num_stages": 3}
+        if columns <= 64:
+            return [block, block, block | {"M": 64, "num_stages": 2}]
         backward = {"N": 64, "num_warps": 8, "num_stages": 2}
-        return [forward, {"M": 128} | backward, {"M": 64} | backward | {"N": 128}]
-    block = 64 if x.q.element_size() == 2 and x.max_length > 64 else 32
-    few = 16 if x.max_queries <= 16 else block
-    return [{"M": few, "N": block, "num_warps": 4, "num_stages": 2}] * 3
+        return [block | {"num_warps": 8}, {"M": 128} | backward, {"M": 64} | backward | {"N": 128}]
+    if x.q.element_size() == 2 and columns <= 32 and x.max_queries > 16:
+        return [{"M": 32, "N": 32, "num_warps": 2, "num_stages": 2}] * 3
+    size = 64 if x.q.element_size() == 2 and x.max_length > 64 else 32
+    few = 16 if x.max_queries <= 16 else size
+    return [{"M": few, "N": size, "num_warps": 4, "num_stages": 2}] * 3
 
 
 def with_packed_heads(x: Tensor) -> Tensor:
@@ -182,13 +220,22 @@ def _load(values, offset, length, start, stride, head, S: tl.constexpr):
 
 
 @triton.jit
-def _store(out, values, offset, length, start, head, S: tl.constexpr):
+def _store(out, values, offset, length, start, stride, head, S: tl.constexpr):
     column = tl.arange(0, S.BLOCK_K)[None, :]
     inside = (offset < length)[:, None] & (column < S.K)
-    first = out + (start * S.H + head) * S.K
-    tl.store(
-        first + offset[:, None] * (S.H * S.K) + column, values.to(out.dtype.element_ty), inside
-    )
+    first = out + start * stride + head * S.K
+    tl.store(first + offset[:, None] * stride + column, values.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _clear(values, samples, starts, lengths, count, width, BLOCK: tl.constexpr):
+    position = tl.program_id(0).to(tl.int64) * CLEARED + tl.arange(0, CLEARED)
+    sample = tl.load(samples + position, mask=position < count, other=0)
+    offset = position - tl.load(starts + sample)
+    is_used = (offset >= 0) & (offset < tl.load(lengths + sample))
+    column = tl.arange(0, BLOCK)[None, :]
+    clears = ((position < count) & ~is_used)[:, None] & (column < width)
+    tl.store(values + position[:, None] * width + column, 0.0, mask=clears)
 
 
 @triton.jit
@@ -204,12 +251,11 @@ def _of_sample(x, sample, head):
 
 
 @triton.jit
-def _block(x, max_length, BLOCK, S: tl.constexpr):
-    """Return `_of_sample` of the program's sample and head, and its block of offsets: those of a sample lie side by side."""
-    num_blocks = tl.cdiv(max_length, BLOCK)
-    program = tl.program_id(0) // num_blocks
+def _part(x, parts, S: tl.constexpr):
+    """Return `_of_sample` of the program's sample and head, and its part of their blocks: those of a sample lie side by side."""
+    program = tl.program_id(0) // parts
     at, first = _of_sample(x, program // S.H, program % S.H)
-    return at, first, tl.program_id(0) % num_blocks, num_blocks
+    return at, first, tl.program_id(0) % parts
 
 
 @triton.jit
@@ -277,95 +323,99 @@ def _slopes(x, pair, slopes, rows, j, at, masked: tl.constexpr, S: tl.constexpr)
     return weights, weights * (of_weights - product)
 
 
-@triton.jit
-def _forward(x, out, log_sums, S: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    at, first, block, num_blocks = _block(x, x.max_queries, M, S)
+@triton.jit(do_not_specialize=["parts"])
+def _forward(x, out, log_sums, parts, S: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    at, begin, part = _part(x, parts, S)
     _, start, length, head = at
-    # Late queries have most keys: they begin first.
-    first += (num_blocks - 1 - block) * M
-    if first >= length:
-        return
-    i = first + tl.arange(0, M)
-    q = _load(x.q, i, length, start, x.q_stride, head, S)
-    top = tl.full((M,), float("-inf"), tl.float32)
-    total = tl.zeros((M,), tl.float32)
-    mixed = tl.zeros((M, tl.constexpr(S.BLOCK_K)), tl.float32)
-    # Blocks whose keys all queries attend to, then those that need a mask.
-    whole = (first if S.CAUSAL else length) // N * N
-    end = tl.minimum(first + M, length) if S.CAUSAL else length
-    for masked in tl.static_range(2):
-        for block in range(whole if masked else 0, end if masked else whole, N):
-            j = block + tl.arange(0, N)
-            k, v = _keys(x, j, at, S)
-            scores = _scores(x, q, k, i[:, None], j[None, :], at, S)
-            if masked:
-                is_key = (i[:, None] >= j[None, :]) if S.CAUSAL else (j < length)[None, :]
-                scores = tl.where(is_key, scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1))
-            weights = tl.exp2(scores - higher[:, None])
-            shrink = tl.exp2(top - higher)
-            total = total * shrink + tl.sum(weights, 1)
-            mixed = mixed * shrink[:, None]
-            mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision=S.PRECISION)
-            top = higher
-    _store(out, mixed / total[:, None], i, length, start, head, S)
-    log_sum = top + tl.log2(total)
-    tl.store(log_sums + head * x.num_queries + start + i, log_sum, mask=i < length)
+    num_blocks = tl.cdiv(length - begin, M)
+    for number in range(part, num_blocks, parts):
+        # Late queries have most keys: they begin first.
+        first = begin + (num_blocks - 1 - number) * M
+        i = first + tl.arange(0, M)
+        q = _load(x.q, i, length, start, x.q_stride, head, S)
+        top = tl.full((M,), float("-inf"), tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        mixed = tl.zeros((M, tl.constexpr(S.BLOCK_K)), tl.float32)
+        # Blocks whose keys all queries attend to, then those that need a mask.
+        whole = (first if S.CAUSAL else length) // N * N
+        end = tl.minimum(first + M, length) if S.CAUSAL else length
+        for masked in tl.static_range(2):
+            for block in range(whole if masked else 0, end if masked else whole, N):
+                j = block + tl.arange(0, N)
+                k, v = _keys(x, j, at, S)
+                scores = _scores(x, q, k, i[:, None], j[None, :], at, S)
+                if masked:
+                    is_key = (i[:, None] >= j[None, :]) if S.CAUSAL else (j < length)[None, :]
+                    scores = tl.where(is_key, scores, float("-inf"))
+                higher = tl.maximum(top, tl.max(scores, 1))
+                weights = tl.exp2(scores - higher[:, None])
+                shrink = tl.exp2(top - higher)
+                total = total * shrink + tl.sum(weights, 1)
+                mixed = mixed * shrink[:, None]
+                mixed = tl.dot(weights.to(v.dtype), v, mixed, input_precision=S.PRECISION)
+                top = higher
+        _store(out, mixed / total[:, None], i, length, start, S.H * S.K, head, S)
+        log_sum = top + tl.log2(total)
+        tl.store(log_sums + head * x.num_queries + start + i, log_sum, mask=i < length)
 
 
-@triton.jit
-def _query_gradient(x, saved, of_q, S: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    at, first, block, num_blocks = _block(x, x.max_queries, M, S)
+@triton.jit(do_not_specialize=["parts"])
+def _query_gradient(
+    x, saved, of_q, stride, parts, S: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+):
+    at, begin, part = _part(x, parts, S)
     _, start, length, head = at
-    first += (num_blocks - 1 - block) * M
-    if first >= length:
-        return
-    i = first + tl.arange(0, M)
-    q, grad, row, log_sum = _queries(x, saved, i, at, S)
-    out = _load(saved.out, i, length, start, S.H * S.K, head, S)
-    product = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-    tl.store(saved.products + row, product, mask=i < length)
-    rows = (i[:, None], log_sum[:, None], product[:, None])
-    total = tl.zeros((M, tl.constexpr(S.BLOCK_K)), tl.float32)
-    whole = (first if S.CAUSAL else length) // N * N
-    end = tl.minimum(first + M, length) if S.CAUSAL else length
-    for masked in tl.static_range(2):
-        for block in range(whole if masked else 0, end if masked else whole, N):
-            j = block + tl.arange(0, N)
-            k, v = _keys(x, j, at, S)
-            slopes = _slopes(x, (q, k), (grad, v), rows, j[None, :], at, masked, S)[1]
-            total = tl.dot(slopes.to(k.dtype), k, total, input_precision=S.PRECISION)
-    _store(of_q, total * x.scale, i, length, start, head, S)
+    num_blocks = tl.cdiv(length - begin, M)
+    for number in range(part, num_blocks, parts):
+        first = begin + (num_blocks - 1 - number) * M
+        i = first + tl.arange(0, M)
+        q, grad, row, log_sum = _queries(x, saved, i, at, S)
+        out = _load(saved.out, i, length, start, S.H * S.K, head, S)
+        product = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+        tl.store(saved.products + row, product, mask=i < length)
+        rows = (i[:, None], log_sum[:, None], product[:, None])
+        total = tl.zeros((M, tl.constexpr(S.BLOCK_K)), tl.float32)
+        whole = (first if S.CAUSAL else length) // N * N
+        end = tl.minimum(first + M, length) if S.CAUSAL else length
+        for masked in tl.static_range(2):
+            for block in range(whole if masked else 0, end if masked else whole, N):
+                j = block + tl.arange(0, N)
+                k, v = _keys(x, j, at, S)
+                slopes = _slopes(x, (q, k), (grad, v), rows, j[None, :], at, masked, S)[1]
+                total = tl.dot(slopes.to(k.dtype), k, total, input_precision=S.PRECISION)
+        _store(of_q, total * x.scale, i, length, start, stride, head, S)
 
 
-@triton.jit
-def _key_gradient(x, saved, of_k, of_v, S: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    at, begin, block, _ = _block(x, x.max_length, N, S)
+@triton.jit(do_not_specialize=["parts"])
+def _key_gradient(
+    x, saved, of_k, of_v, stride, parts, S: tl.constexpr, M: tl.constexpr, N: tl.constexpr
+):
+    at, earliest, part = _part(x, parts, S)
     start, length, head = at[0], at[2], at[3]
-    first = block * N
-    if first >= length:
-        return
-    j = first + tl.arange(0, N)
-    k, v = _keys(x, j, at, S)
-    of_keys = tl.zeros((N, tl.constexpr(S.BLOCK_K)), tl.float32)
-    of_values = tl.zeros((N, tl.constexpr(S.BLOCK_K)), tl.float32)
-    # Blocks of queries that need a mask, then those that all attend to all keys.
-    whole = begin
-    if S.CAUSAL:
-        begin = tl.maximum(first, begin)
-        whole = begin + tl.maximum(first + N - begin + M - 1, 0) // M * M
-    middle = tl.minimum(whole, length)
-    for later in tl.static_range(2):
-        for block in range(whole if later else begin, length if later else middle, M):
-            i = block + tl.arange(0, M)
-            q, grad, row, log_sum = _queries(x, saved, i, at, S)
-            product = tl.load(saved.products + row, mask=i < length, other=0.0)
-            rows = (i[None, :], log_sum[None, :], product[None, :])
-            weights, slopes = _slopes(x, (k, q), (v, grad), rows, j[:, None], at, not later, S)
-            of_values = tl.dot(weights.to(grad.dtype), grad, of_values, input_precision=S.PRECISION)
-            of_keys = tl.dot(slopes.to(q.dtype), q, of_keys, input_precision=S.PRECISION)
-    _store(of_k, of_keys * x.scale, j, length, start, head, S)
-    _store(of_v, of_values, j, length, start, head, S)
+    for number in range(part, tl.cdiv(length, N), parts):
+        first = number * N
+        j = first + tl.arange(0, N)
+        k, v = _keys(x, j, at, S)
+        of_keys = tl.zeros((N, tl.constexpr(S.BLOCK_K)), tl.float32)
+        of_values = tl.zeros((N, tl.constexpr(S.BLOCK_K)), tl.float32)
+        # Blocks of queries that need a mask, then those that all attend to all keys.
+        begin = tl.maximum(first, earliest) if S.CAUSAL else earliest
+        whole = begin
+        if S.CAUSAL:
+            whole = begin + tl.maximum(first + N - begin + M - 1, 0) // M * M
+        middle = tl.minimum(whole, length)
+        for later in tl.static_range(2):
+            for block in range(whole if later else begin, length if later else middle, M):
+                i = block + tl.arange(0, M)
+                q, grad, row, log_sum = _queries(x, saved, i, at, S)
+                product = tl.load(saved.products + row, mask=i < length, other=0.0)
+                rows = (i[None, :], log_sum[None, :], product[None, :])
+                weights, slopes = _slopes(x, (k, q), (v, grad), rows, j[:, None], at, not later, S)
+                weights = weights.to(grad.dtype)
+                of_values = tl.dot(weights, grad, of_values, input_precision=S.PRECISION)
+                of_keys = tl.dot(slopes.to(q.dtype), q, of_keys, input_precision=S.PRECISION)
+        _store(of_k, of_keys * x.scale, j, length, start, stride, head, S)
+        _store(of_v, of_values, j, length, start, stride, head, S)
 
 
 @triton.jit

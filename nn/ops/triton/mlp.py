@@ -100,7 +100,7 @@ class _FusedMLP(torch.autograd.Function):
         elif last < len(activations):
             grad = relu_backward(grad, activations[last], layer_sums[last], ctx.scale)
         else:
-            last_bias.append(grad.sum(0, dtype=torch.float32))
+            last_bias.append(column_sums(grad.contiguous()))
         grad_weights: list[Tensor] = []
         for index in reversed(range(last + 1)):
             # `grad` is the gradient of the linear layer's output, before ReLU.

@@ -44,7 +44,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 163
+    assert done.stdout.count("compiled") == 165
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -165,8 +165,8 @@ def run() -> None:
     for weights, kept, bottom in (("*fp32", "*bf16", "*bf16"), ("*bf16", "*fp32", "*fp16")):
         dtypes = {"weights": weights, "kept": kept, "bottom": bottom, "out": bottom, **of_rows}
         build(_dot_forward_of_rows, dtypes, num_warps=1, S=shape, KEEPS=True)
-    column_sums_of = dict.fromkeys(("values", "sums"), "*fp32")
-    build(column_sums._column_sums, column_sums_of)
+    for values, sizes in (("*fp32", column_sums.SHORT), ("*bf16", column_sums.TALL)):
+        build(column_sums._column_sums, {"values": values, "sums": "*fp32"}, **sizes)
     names = ("num_valid", "mean", "rstd", "weight", "bias", "mean_sums")
     statistics = dict.fromkeys(names, "*fp32") | {"num_valid": "*i64", "columns": "i32"}
     for dtype in ("*fp32", "*bf16"):
@@ -397,6 +397,8 @@ def build_jagged() -> None:
     sizes = target_attention.Shape(True, target_attention.BLOCK_P, 16, 80, 40, 16, 128, 64)
     build(target_attention._forward, of_unit, 4, 1, S=sizes)
     build(target_attention._backward, of_unit, 8, 1, S=sizes)
+    of_sample = dict.fromkeys(("samples", "starts", "lengths"), "*i32") | {"width": "i32"}
+    build(jagged_attention._clear, of_sample | {"values": "*bf16", "count": "i32"}, BLOCK=256)
     scores = at | dict.fromkeys(("scores", "grad", "result"), "*fp32")
     for grad in ({}, {"grad": None}):
         build(jagged._softmax, scores, BLOCK_P=32, BLOCK_H=2, num_warps=1, **grad)

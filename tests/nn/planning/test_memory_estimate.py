@@ -235,7 +235,7 @@ def test_a_pass_of_transformer_blocks_allocates_what_is_planned(monkeypatch, nam
     kernels = {
         "jagged": ("_pool", "_expand"),
         "layer_norm": ("_norm", "_norm_gradient"),
-        "jagged_attention": ("_forward", "_query_gradient", "_key_gradient"),
+        "jagged_attention": ("_clear", "_forward", "_query_gradient", "_key_gradient"),
     }
     for module, names in kernels.items():
         for kernel in names:
