@@ -165,15 +165,23 @@ def time_order(column: Column) -> str:
     return f"CAST({quoted(column.name)} AS {kind})" if column.is_text else quoted(column.name)
 
 
+def time_seconds(column: Column) -> str:
+    """Return the SQL of a time in the unit of events: a timestamp, or seconds; Unix times in other units are divided."""
+    low, high = UNIX_SECONDS
+    for unit in (10**3, 10**6, 10**9):
+        if column.is_number and unit * low < column.lowest <= column.highest < unit * high:
+            return f"{time_order(column)} / {unit}"
+    return time_order(column)
+
+
 def time_parts(column: Column) -> str:
     """Return the SQL of a timestamp of which hour and weekday can be taken; nothing of numbers that count no seconds."""
     low, high = UNIX_SECONDS
+    seconds = time_seconds(column)
     if column.is_time:
-        return time_order(column)
-    for unit in (1, 1000):
-        if unit * low < column.lowest <= column.highest < unit * high:
-            return f"to_timestamp({time_order(column)}{' / 1000' * (unit == 1000)})"
-    return ""
+        return seconds
+    is_unix = low < column.lowest <= column.highest < high or seconds != time_order(column)
+    return f"to_timestamp({seconds})" if is_unix else ""
 
 
 def _choice(column: Column, table: FoundTable, by_name: dict[str, Column]) -> Choice:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from configs.messages import printable, shortened, shown
 from configs.table_schema import LINE_FORMATS, MOST_NAME_BYTES
-from preproc.describe.choices import FEWEST, ITEM, OF_ITEM, USER, Choice, time_order, time_parts
+from preproc.describe.choices import FEWEST, ITEM, OF_ITEM, USER, Choice, time_order, time_parts, time_seconds
 from preproc.describe.columns import MOST_ROWS, has_name
 from preproc.describe.formats import FoundTable
 from preproc.fitted_state import SOURCE, with_placeholder
@@ -182,7 +182,7 @@ def _sequence(by_role: dict[str, list[Choice]], names: "_Names") -> list[str]:
         "name": names.of("seen"),
         "of": [names.by_column[name] for name in dict.fromkeys([items[0], *of_items])],
         "by": quoted(users[0]),
-        "order_by": time_order(by_role["time"][0].column),
+        "order_by": time_seconds(by_role["time"][0].column),
         "length": 50,
     }
     return [

@@ -24,6 +24,8 @@ from preproc.report.distributions import Distribution
 LARGE_NUMERICAL = 20.0
 # Share of a feature's values in the test rows without an id from which on the report has a note.
 MANY_NEW = 0.5
+FAR_SECOND = 10**11
+"""Of Unix time: milliseconds since 1973 are beyond it."""
 TRAIN, TEST = "train", "test"
 OTHER_WIDTH = 80
 """Columns that names leave to the rest of the table on a wide terminal."""
@@ -100,11 +102,13 @@ class RowEvents:
     without_events: int = 0  # rows that see none
     events: int = 0  # of all rows
     longest: int = 0  # events of a row
+    latest: int = 0  # moment of a row, in seconds
 
-    def add(self, lengths: np.ndarray) -> None:
+    def add(self, lengths: np.ndarray, moments: np.ndarray) -> None:
         self.without_events += int(np.count_nonzero(lengths == 0))
         self.events += int(lengths.sum())
         self.longest = max(self.longest, int(lengths.max(initial=0)))
+        self.latest = max(self.latest, int(moments.max(initial=0)))
 
 
 @dataclass(slots=True)
@@ -375,6 +379,13 @@ def print_events(console: Console, logs: Mapping[str, LogCounts]) -> None:
             for split, seen in log.splits.items()
         ]
         print_line(console, f"{shown(name)}: events per row of {'; '.join(of_splits)}")
+        latest = max(seen.latest for seen in log.splits.values())
+        if latest >= FAR_SECOND:
+            print_line(
+                console,
+                f"note: times of {shown(name)} count seconds, and one is {latest:,}, after the year 5000; if they are "
+                "milliseconds, divide them in order_by, as CAST(time AS BIGINT) / 1000",
+            )
         if not log.read:  # lists of the rows
             continue
         parts = [f"{log.events:,} events"]

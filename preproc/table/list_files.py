@@ -41,6 +41,7 @@ def write_lists(
                 ends = offsets[first - rows.start :][: len(batch) + 1]
                 stop = ends[1:]
                 start = np.maximum(ends[:-1], stop - group.max_length)
+                moments = np.zeros(len(batch), np.int64)
                 if group.time is not None:
                     known = batch.column(selected[-1])
                     # A row without a moment sees none.
@@ -66,7 +67,7 @@ def write_lists(
                             f"{where(first + row)}: {shown(column.name)} {problem}; correct it, oldest event first"
                         )
                     made[j].append(found.astype(column.dtype.newbyteorder("<")))
-                seen.add(stop - start)
+                seen.add(stop - start, moments)
                 slices.append(np.stack([start, stop], axis=1).astype("<i8"))
                 first += len(batch)
         for file in made:

@@ -132,7 +132,7 @@ def _write_slices(files: TableFiles, name: str, of_rows: np.ndarray, counts: Log
         ):
             for start in range(rows.start, rows.stop, GROUP_ROWS):
                 part = of_rows[start : min(start + GROUP_ROWS, rows.stop)]
-                seen.add(part[:, 1] - part[:, 0])
+                seen.add(part[:, 1] - part[:, 0], part[:, 2])
                 slices.append(part[:, :2].astype("<i8"))
                 moments.append(part[:, 2].astype("<i8"))
         files.records |= slices.record | moments.record

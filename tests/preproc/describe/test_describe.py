@@ -230,6 +230,20 @@ def test_the_suggested_sequence_of_users_items_and_times_works_as_written(names,
     assert (group.name, len(group.features), group.time) == ("seen", 2, "seen_time")
 
 
+@pytest.mark.parametrize("unit", [1, 10**3, 10**6, 10**9])
+def test_the_suggested_sequence_counts_seconds_of_unix_times_in_any_unit(unit, tmp_path):
+    first = 1_772_323_200
+    rows = (f"u{i % 7},i{i % 11},{(first + 7 * i) * unit + unit // 3},{i % 2}" for i in range(ROWS))
+    source = lines(tmp_path / "log.csv", ["user,item,time,clicked", *rows])
+    table = described(source, tmp_path)["table"]
+    text = (tmp_path / "written.yaml").read_text()
+    _, suggested = text.split("for models of sequences (docs/sequences.md):\n")
+    assert table["order_by"] == ['CAST("time" AS BIGINT)']
+    built(source, yaml.safe_load(text.replace(suggested, suggested.replace("  #", "  ", 2))), tmp_path / "data")
+    times = np.fromfile(tmp_path / "data/events/seen_time.bin", "<i8")
+    assert sorted(times) == [first + 7 * i for i in range(ROWS)]
+
+
 def test_names_that_no_file_has_tell_nothing(tmp_path):
     rows = (f"{i + 0.5},{i * 37 % 101},{'abc'[i % 3]},{int(i == 7)},{i % 2}" for i in range(200))
     table = described(lines(tmp_path / "a.csv", rows), tmp_path)["table"]

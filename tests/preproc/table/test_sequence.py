@@ -157,6 +157,7 @@ def test_rows_see_the_events_of_the_reference(tmp_path, seed, capsys):
         "without_events": sum(not events for events in wanted),
         "events": sum(map(len, wanted)),
         "longest": 3,
+        "latest": max(int(row.time) for row in rows[40:] if row.user and row.time),
     }
     assert (
         report["read"]
@@ -167,6 +168,14 @@ def test_rows_see_the_events_of_the_reference(tmp_path, seed, capsys):
     )
     assert f"'past_3': 80 rows read = {report['events']} events + " in capsys.readouterr().out
     preproc("mode=verify", f"path={tmp_path / 'out'}")
+
+
+@pytest.mark.parametrize("unit", [1, 1000])
+def test_a_note_tells_of_times_that_seem_to_be_milliseconds(tmp_path, unit, capsys):
+    rows = [Row("u", f"i{n}", "1", str((1_700_000_000 + n) * unit), "5", n % 2) for n in range(40)]
+    build(tmp_path / "out", described(write_rows(tmp_path / "t.csv", rows)))
+    note = "note: times of 'past' count seconds, and one is 1,700,000,039,000, after the year 5000"
+    assert (note in " ".join(capsys.readouterr().out.split())) == (unit == 1000)
 
 
 def test_no_row_sees_itself_its_time_or_its_future_in_files_out_of_order(tmp_path):
