@@ -61,11 +61,11 @@ class EventWriter:
                 f"group '{group.name}': no {', '.join(missing)}; append all its columns at once"
             )
         for name in group.features:
-            values = np.asarray(ids[name])
+            values = given_numbers(f"feature '{name}'", ids[name])
             checked_lengths(name, values, lengths)
             stored[name] = checked_ids(self._features[name], values, lengths, where)
         for column in group.numbers:
-            values = np.asarray(events[column.name])
+            values = given_numbers(f"'{column.name}'", events[column.name])
             checked_lengths(column.name, values, lengths)
             with np.errstate(over="ignore", invalid="ignore"):
                 numbers = values.astype(column.dtype)
@@ -111,12 +111,33 @@ def checked_ids(
     return values.astype(feature.dtype.newbyteorder("<"), casting="unsafe")
 
 
+def given_numbers(what: str, values: object, *, whole: bool = False) -> np.ndarray:
+    """Return numbers as an array in this machine's order of bytes; with `whole` as int64.
+
+    Raises ValueError: some are masked, or they are of another kind.
+    """
+    array = np.asarray(values)
+    if array.dtype == object:
+        array = np.array(array.tolist())  # as pandas holds numbers
+    kinds = "iu" if whole else "biuf"
+    if np.ma.is_masked(values):
+        raise ValueError(f"{what}: some are masked; fill them")
+    if array.size and array.dtype.kind not in kinds:
+        wanted = "integers" if whole else "numbers"
+        raise ValueError(f"{what}: got dtype {array.dtype}, want {wanted}")
+    if array.dtype == np.uint64 and whole and array.max(initial=0) > np.iinfo(np.int64).max:
+        raise ValueError(f"{what}: got {array.max()}, which int64 does not hold")
+    return array.astype(np.int64 if whole else array.dtype.newbyteorder("="), copy=False)
+
+
 def checked_lengths(name: str, values: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
     """Return the lengths of rows of flat `values`; ValueError unless they add up to them."""
     if lengths is None:
         raise ValueError(f"feature '{name}' is ragged: want lengths beside its ids")
-    lengths = np.asarray(lengths)
-    if values.ndim != 1 or lengths.ndim != 1 or (lengths < 0).any() or lengths.sum() != len(values):
+    lengths = given_numbers(f"lengths of '{name}'", lengths, whole=True)
+    # Lengths of at most all values cannot add up beyond int64.
+    outside = ((lengths < 0) | (lengths > values.size)).any()
+    if values.ndim != 1 or lengths.ndim != 1 or outside or lengths.sum() != len(values):
         raise ValueError(
             f"feature '{name}': got ids of shape {values.shape} for {lengths.size} lengths that sum to "
             f"{lengths.sum()}; want flat ids and one length per row that add up to them"

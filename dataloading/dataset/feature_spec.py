@@ -119,6 +119,10 @@ class CategoricalFeature:
         cls, name: str, cardinality: int, hotness: int | None = 1, table: str | None = None
     ) -> "CategoricalFeature":
         """Return a feature for the writer, with the dtype by NVIDIA's rule; a ragged mean is measured later."""
+        is_whole = isinstance(cardinality, int | np.integer)
+        expect(
+            is_whole, f"feature_spec.{name}.cardinality", cardinality, "an integer of at least 1"
+        )
         return cls(name, int(cardinality), id_dtype(cardinality), hotness, hotness or 0.0, table)
 
     @classmethod

@@ -70,12 +70,13 @@ class RowColumn:
     def wrong(self, values: np.ndarray) -> np.ndarray:
         if self.is_binary:
             return (values != 0) & (values != 1)
-        with np.errstate(over="ignore"):
-            finite = np.isfinite(values.astype(self.dtype, copy=False))
+        with np.errstate(over="ignore", under="ignore"):
+            stored = values.astype(self.dtype, copy=False)
+        finite = np.isfinite(stored)
         if self.channel is Channel.weight:
             return ~(finite & (values >= 0))
         if self.channel is Channel.keep_rate:
-            return ~(finite & (values > 0) & (values <= 1))
+            return ~(finite & (stored > 0) & (values <= 1))
         if self.channel is Channel.teacher:
             return ~(finite & (values >= 0) & (values <= 1))
         return ~finite

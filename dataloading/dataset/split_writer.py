@@ -13,6 +13,7 @@ from dataloading.dataset.column_files import (
     checked_lengths,
     column_file_name,
     file_name,
+    given_numbers,
     group_file_name,
 )
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec
@@ -97,18 +98,24 @@ class SplitWriter:
         ids, lengths, events = ids or {}, lengths or {}, events or {}
         moments, slices = moments or {}, slices or {}
         if numerical is not None:
-            self._append_numerical(np.asarray(numerical))
+            self._append_numerical(given_numbers("numerical", numerical))
         if labels is not None:
-            self._append_labels(np.asarray(labels))
+            self._append_labels(given_numbers("labels", labels))
         for column in self.spec.teachers:
             if column.name in (teachers or {}):
-                self._append_column(column, np.asarray((teachers or {})[column.name]))
+                scores = (teachers or {})[column.name]
+                self._append_column(column, given_numbers(self.spec.title(column), scores))
         for channel, numbers in ((Channel.weight, weights), (Channel.keep_rate, keep_rates)):
             if numbers is not None:
-                self._append_single(channel, np.asarray(numbers))
+                self._append_single(channel, given_numbers(f"{channel}s", numbers))
         for group in self.spec.sequences:
             if (name := group.name) in lengths or name in slices:
-                of_rows = lengths.get(name), slices.get(name), np.asarray(moments.get(name, ()))
+                of_rows = [
+                    given_numbers(f"{what} of '{name}'", of[name], whole=True)
+                    if name in of
+                    else None
+                    for what, of in (("lengths", lengths), ("slices", slices), ("moments", moments))
+                ]
                 self._append_group(group, ids, events, *of_rows)
         for name, values in ids.items():
             if name not in self._features:
@@ -117,7 +124,8 @@ class SplitWriter:
                 )
             group_name = self._group_of.get(name)
             if group_name is None:
-                self._append_ids(self._features[name], np.asarray(values), lengths.get(name))
+                numbers = given_numbers(f"feature '{name}'", values)
+                self._append_ids(self._features[name], numbers, lengths.get(name))
             elif group_name not in lengths:
                 raise ValueError(
                     f"feature '{name}' is of group '{group_name}': want lengths of the group beside its ids"
@@ -197,7 +205,7 @@ class SplitWriter:
         events: Mapping[str, np.ndarray],
         lengths: np.ndarray | None,
         slices: np.ndarray | None,
-        moments: np.ndarray,
+        moments: np.ndarray | None,
     ) -> None:
         """Append rows with events of their own, of `lengths`, or `slices` of a log."""
         name, log = group.name, self.logs.get(group.name)
@@ -212,17 +220,14 @@ class SplitWriter:
                 self._events[name] = EventWriter(
                     group, self._features, self._path_of, self.file_type
                 )
-            lengths = np.asarray(lengths)
+            assert lengths is not None
             ends = self._events[name].num_events + np.cumsum(lengths, dtype=np.int64)
             slices = np.stack([ends - lengths, ends], axis=1)
         else:
-            slices = np.asarray(slices)
-            if log is None or slices.shape[1:] != (2,) or slices.dtype.kind not in "iu":
+            if log is None or slices.shape[1:] != (2,):
                 raise ValueError(
-                    f"group '{name}': slices of shape {slices.shape} and dtype {slices.dtype}; want int64 [rows, 2], "
-                    "after append_events of the dataset"
+                    f"group '{name}': slices of shape {slices.shape}; want int64 [rows, 2], after append_events of the dataset"
                 )
-            slices = slices.astype(np.int64)
             self._events.setdefault(name, log)
             wrong = (slices[:, 0] < 0) | (slices[:, 1] > log.num_events)
             if wrong.any():
@@ -241,10 +246,10 @@ class SplitWriter:
                 f"group '{name}': {counts[long]} events at {where(long)}; want 0 to max_length={group.max_length}"
             )
         if group.time is not None:
-            if moments.shape != counts.shape or moments.dtype.kind not in "iu":
+            if moments is None or moments.shape != counts.shape:
+                got = "no moments" if moments is None else f"moments of shape {moments.shape}"
                 raise ValueError(
-                    f"group '{name}': moments of shape {moments.shape} and dtype {moments.dtype}; want whole seconds, "
-                    f"int64 [{len(counts)}]"
+                    f"group '{name}': {got}; want whole seconds, int64 [{len(counts)}]"
                 )
             self._moments[name].append(moments.astype(MOMENT_DTYPE), len(counts))
         if lengths is not None:
@@ -307,6 +312,10 @@ class SplitWriter:
         name, file = feature.name, self._ids[feature.name]
         if feature.hotness is None:
             lengths = checked_lengths(name, values, lengths)
+        elif lengths is not None:
+            raise ValueError(
+                f"feature '{name}' has {feature.hotness} ids in every row; leave its lengths out"
+            )
         elif values.shape != (values.size // feature.hotness, feature.hotness) and (
             feature.hotness > 1 or values.ndim != 1
         ):

@@ -12,7 +12,16 @@ from rich.table import Table
 
 from configs.messages import printable, shortened, shown
 from configs.table_schema import LINE_FORMATS, MOST_NAME_BYTES
-from preproc.describe.choices import FEWEST, ITEM, OF_ITEM, USER, Choice, time_order, time_parts, time_seconds
+from preproc.describe.choices import (
+    FEWEST,
+    ITEM,
+    OF_ITEM,
+    USER,
+    Choice,
+    time_order,
+    time_parts,
+    time_seconds,
+)
 from preproc.describe.columns import MOST_ROWS, has_name
 from preproc.describe.formats import FoundTable
 from preproc.fitted_state import SOURCE, with_placeholder

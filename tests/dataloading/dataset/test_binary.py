@@ -395,6 +395,11 @@ def test_offsets_of_the_wrong_length_are_named_at_open(tmp_path):
         ({"numerical": [[0.0], [np.nan]]}, "numerical feature 'n': nan at row 1 of split 'train' is not finite as float16"),
         ({"numerical": [[1e6], [0]]}, "1000000.0 at row 0 of split 'train' is not finite as float16; fill or scale it"),
         ({"numerical": [0.0, 1.0]}, r"numerical: got shape \(2,\), want \[rows, 1\]"),
+        ({"numerical": [[1j], [0]]}, "numerical: got dtype complex128, want numbers"),
+        ({"numerical": [["1"], ["0"]]}, "numerical: got dtype <U1, want numbers"),
+        ({"numerical": np.ma.array([[1.0], [2.0]], mask=[[0], [1]])}, "numerical: some are masked; fill them"),
+        ({"ids": {"x": np.ma.array([0, 1], mask=[0, 1])}}, "feature 'x': some are masked; fill them"),
+        ({"ids": {"x": np.array([0, 1])}, "lengths": {"x": [1, 1]}}, "'x' has 1 ids in every row; leave its lengths out"),
         ({"labels": [], "numerical": np.zeros((0, 1)), "ids": {"x": np.zeros(0, int)}}, "split 'train' has no rows"),
     ],
 )  # fmt: skip
@@ -414,6 +419,13 @@ def test_a_value_that_a_file_cannot_hold_is_refused_and_no_file_is_left(tmp_path
             r"ids of shape \(2,\) for 2 lengths that sum to 3; want flat ids and one length per row",
         ),
         ([0, 1], [3, -1], "want flat ids and one length per row that add up to them"),
+        ([0, 1], [2**63 - 1, 2**63 - 1, 4], "lengths that sum to 2; want flat ids and one length"),
+        (
+            [0, 1],
+            np.array([2**64 - 1, 3], np.uint64),
+            "lengths of 'g': got 18446744073709551615, which int64 does not hold",
+        ),
+        ([0, 1], [1.0, 1.0], "lengths of 'g': got dtype float64, want integers"),
         (
             [0, 4],
             [0, 2],
@@ -427,7 +439,7 @@ def test_ragged_ids_must_fit_their_lengths(tmp_path, ids, lengths, message):
         write_dataset(tmp_path / "d", categorical=[CategoricalFeature.of("g", 4, None)]) as dataset,
     ):
         dataset["train"].append(
-            ids={"g": np.array(ids)}, lengths=lengths and {"g": np.array(lengths)}
+            ids={"g": np.array(ids)}, lengths=None if lengths is None else {"g": np.array(lengths)}
         )
 
 
@@ -464,6 +476,18 @@ def test_a_dataset_that_cannot_be_written_is_refused_at_the_start(tmp_path, argu
     ):
         pytest.fail("the block was entered")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [">i8", object])
+def test_numbers_in_another_order_of_bytes_and_those_of_pandas_are_written(tmp_path, dtype):
+    write_small(tmp_path / "d", ids={"x": np.array([3, 9]).astype(dtype)})
+    assert np.fromfile(tmp_path / "d/train/x.bin", "i1").tolist() == [3, 9]
+
+
+@pytest.mark.parametrize("cardinality", [1.5, "3", None])
+def test_a_cardinality_that_is_no_integer_is_refused(cardinality):
+    with pytest.raises(ValueError, match=r"x\.cardinality: got .*, want an integer of at least 1"):
+        CategoricalFeature.of("x", cardinality)
 
 
 def interrupt_a_write(root: Path) -> None:

@@ -163,6 +163,11 @@ def test_a_batch_copies_its_weights(root):
         ),
         (
             "keep_rates",
+            1e-50,  # 0 in float32
+            r"keep_rate 'kept': 1e-50 at row 7 of split 'train'; want a number above 0 and at most 1",
+        ),
+        (
+            "keep_rates",
             1.5,
             r"keep_rate 'kept': 1.5 at row 7 of split 'train'; want a number above 0 and at most 1",
         ),

@@ -661,7 +661,7 @@ def put(section, name, at=None, value=None):
         (
             "own",
             put("moments", "history"),
-            "group 'history': moments of shape (0,) and dtype float64; want whole seconds, int64 [50]",
+            "group 'history': no moments; want whole seconds, int64 [50]",
         ),
         (
             "own",

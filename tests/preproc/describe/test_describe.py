@@ -239,7 +239,11 @@ def test_the_suggested_sequence_counts_seconds_of_unix_times_in_any_unit(unit, t
     text = (tmp_path / "written.yaml").read_text()
     _, suggested = text.split("for models of sequences (docs/sequences.md):\n")
     assert table["order_by"] == ['CAST("time" AS BIGINT)']
-    built(source, yaml.safe_load(text.replace(suggested, suggested.replace("  #", "  ", 2))), tmp_path / "data")
+    built(
+        source,
+        yaml.safe_load(text.replace(suggested, suggested.replace("  #", "  ", 2))),
+        tmp_path / "data",
+    )
     times = np.fromfile(tmp_path / "data/events/seen_time.bin", "<i8")
     assert sorted(times) == [first + 7 * i for i in range(ROWS)]
 
