@@ -212,6 +212,10 @@ def _run(composed: DictConfig) -> None:
         if composed.model.name in MODELS:  # the options of another one need torch
             config = typed_config(composed, written, config)
         check_inputs(config)
+        if config.mode is Mode.predict and config.source and config.fitted:
+            from preproc.transformed_rows import check_sources
+
+            check_sources(Path(config.fitted), Path(config.source))
         if config.mode is Mode.predict and config.predict.average:
             from nn.scores.average import average
 

@@ -46,6 +46,11 @@ def check_inputs(config: Config) -> None:
     # A run with checkpoints of its own ignores the option.
     own = Path(config.run_dir or "") / "checkpoints"
     may_resume = config.mode is Mode.train and config.run_dir and any(own.glob("step_*"))
+    if config.checkpoint.restore is None and config.mode in (Mode.eval, Mode.importance):
+        raise ValueError(
+            f"mode={config.mode.value} needs a trained model: set checkpoint.restore to a run's checkpoints/step_N, and "
+            "another run_dir, or none, for the results"
+        )
     if config.checkpoint.restore is not None and not may_resume:
         path = local_path(config.checkpoint.restore)
         if not (path / "run.json").exists() and find_tf2_tables(path) is None:

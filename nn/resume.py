@@ -263,11 +263,6 @@ def _named_start(config: Config, source: Source) -> ResumePoint:
     parts, day = config.checkpoint, first_day(source)
     is_training = config.mode is Mode.train
     if parts.restore is None:
-        if config.mode in (Mode.eval, Mode.importance):
-            raise ValueError(
-                f"mode={config.mode.value} needs a trained model: set checkpoint.restore to a run's checkpoints/step_N, and "
-                "another run_dir, or none, for the results"
-            )
         return ResumePoint(day=day)
     path, declared = local_path(parts.restore), declared_tables(config.model, source.spec)
     facts = check(

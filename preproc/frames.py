@@ -1,5 +1,6 @@
 """Tables in memory, as of a notebook: described, and made into a dataset, with the checks of the command."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,14 @@ def preprocess(table: Any, options: dict[str, Any], output: Path | str, *overrid
     """Write the dataset of a pandas DataFrame or an Arrow table.
 
     `options`: `description.options`, or the content of a yaml like them. `overrides`: options of `python -m preproc` as
-    `key=value`, which win. Raises ValueError: an invalid option, or a bad row.
+    `key=value`, which win, but for those that the other arguments give. Raises ValueError: an invalid option, or a bad row.
     """
+    for override in overrides:
+        name = re.split(r"[.={]", str(override).lstrip("+~"))[0]
+        if name in ("source", "output", "table"):
+            raise ValueError(
+                f"{override}: {name} is an argument of preprocess already; change that"
+            )
     written = [f"{key}={value}" for key, value in options.items() if key not in ("layout", "table")]
     with table_file(_checked(table)) as path:
         config = _composed(

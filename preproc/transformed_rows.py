@@ -59,6 +59,14 @@ class RowBatch(NamedTuple):
     kept: pa.RecordBatch  # raw columns as they stand, in the order in which they were named
 
 
+def check_sources(fitted: Path, source: Path) -> None:
+    """Raise ValueError if a file of raw rows is missing, or the fit in `fitted` cannot transform rows as they are read."""
+    table = described_rows(fitted, [str(source)])
+    refuse_histories(fitted, table)
+    for name, of in table.sources.items():
+        find_source(name, of)
+
+
 def open_transformed_rows(
     fitted: Path,
     sources: Sequence[Path],

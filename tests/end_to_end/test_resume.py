@@ -28,13 +28,13 @@ import yaml
 from configs.option_values import plain_values
 from configs.schema import Config
 from dataloading.dataset import durable_files
-from nn.build import open_source
 from nn.checkpoint.directory import _crc32, list_checkpoints, read_facts
 from nn.distributed.process_group import Ranks
+from nn.early_checks import check_inputs
 from nn.library.loaded_run import Run
 from nn.modes.train import train as train_run
 from nn.observability import run_directory
-from nn.resume import ResumePoint, finished_run, named_resume_point
+from nn.resume import ResumePoint, finished_run
 from nn.saved_config import config_of
 from nn.session import _complete_results
 from tests.helpers.command import Ended, run_command
@@ -824,7 +824,7 @@ def test_evaluation_requires_a_checkpoint(tmp_path):
     config = compose_config(*TINY, "mode=eval", f"run_dir={tmp_path}")
     remedy = "set checkpoint.restore to a run's checkpoints/step_N, and another run_dir, or none"
     with pytest.raises(ValueError, match=f"^mode=eval needs a trained model: {remedy}"):
-        named_resume_point(config, open_source(config))
+        check_inputs(config)
 
 
 def test_a_run_with_the_old_names_of_options_resumes(run_dir):

@@ -70,3 +70,6 @@ def test_a_frame_has_the_checks_of_the_command(tmp_path):
     described["table"]["categorical"] = [{"name": "item", "hotnes": 3}]
     with pytest.raises(ValueError, match="hotnes: no such key"):
         preprocess(FRAME, described, tmp_path / "data")
+    for own in ("source=x.csv", "output=x", "+table.keep=[item]", "table={}", "~table.split.by"):
+        with pytest.raises(ValueError, match="is an argument of preprocess already; change that"):
+            preprocess(FRAME, describe(FRAME).options, tmp_path / "data", own)

@@ -1,5 +1,6 @@
 """Scores of raw files, without a dataset of their rows, are those of a dataset that `mode=transform` makes of them."""
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from nn.observability.console import make_console
 from nn.scores import score_writer
 from nn.scores.run import predict
 from preproc import transformed_rows
-from tests.helpers.command import run_command
+from tests.helpers.command import ROOT, run_command, start_command
 from tests.helpers.composed import compose_config
 from tests.helpers.distributed import run_distributed
 from tests.nn.scores.test_predict import kill
@@ -163,6 +164,15 @@ def test_invalid_input_is_refused_in_one_line(trained, tmp_path, option):
     assert REFUSALS[option] in ended.err
     assert ended.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_source_is_refused_before_torch_is_imported(trained, tmp_path):
+    program = "import sys; from main import command; sys.argv = ['dlrm.py', *sys.argv[1:]]\n"
+    program += "try:\n    command('dlrm')()\nexcept SystemExit:\n    print('torch' in sys.modules)"
+    options = trained.command(tmp_path / "scores.csv", "source=/nowhere.csv")
+    ended = start_command("-c", program, *options, directory=ROOT, program=sys.executable)
+    assert ended.out == "False\n"
+    assert "/nowhere.csv" in ended.err
 
 
 def test_a_bad_row_is_refused_with_its_place(trained, tmp_path):
