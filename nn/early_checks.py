@@ -12,6 +12,7 @@ from configs.schema import Config, Mode
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.held_out_source import TRAIN, VALIDATION
 from dataloading.storage.local_copy import local_path
+from nn.checkpoint.directory import no_checkpoint
 from nn.checkpoint.tf2 import find_tf2_tables
 from nn.distributed.launcher import is_single_node
 from nn.loggers.choice import check_loggers
@@ -54,10 +55,7 @@ def check_inputs(config: Config) -> None:
     if config.checkpoint.restore is not None and not may_resume:
         path = local_path(config.checkpoint.restore)
         if not (path / "run.json").exists() and find_tf2_tables(path) is None:
-            missing = f"there is no {'run.json in it' if path.is_dir() else 'such directory'}"
-            raise ValueError(
-                f"checkpoint.restore={path} is not a checkpoint ({missing}); name a step_N directory in a run's checkpoints/"
-            )
+            raise no_checkpoint("checkpoint.restore", path)
     if not is_single_node():
         return  # other nodes would wait for the node of rank 0, which writes
     if config.mode is Mode.predict:

@@ -13,6 +13,7 @@ from configs.messages import on_one_line, require_onnx
 from configs.serving_schema import ModelExportConfig
 from configs.stop_signals import restore_signals
 from dataloading.dataset.durable_files import require_absent
+from nn.checkpoint.directory import no_checkpoint
 from serving.manifest import ERROR, MACHINE_CODE, OF_ONNX, Manifest, proof_line
 from serving.versions import note_of_others
 
@@ -20,10 +21,7 @@ from serving.versions import note_of_others
 def run(config: ModelExportConfig) -> None:
     checkpoint = Path(config.checkpoint or "")
     if not (checkpoint / "run.json").exists():
-        missing = f"there is no {'run.json in it' if checkpoint.is_dir() else 'such directory'}"
-        raise ValueError(
-            f"checkpoint={checkpoint} is not a checkpoint ({missing}); name a step_N directory in a run's checkpoints/"
-        )
+        raise no_checkpoint("checkpoint", checkpoint)
     if config.onnx:
         require_onnx()
     require_absent(Path(config.output or ""))

@@ -175,6 +175,15 @@ def wait_for(path: Path) -> bool:
     return True
 
 
+def no_checkpoint(option: str, path: Path, reason: object = "") -> ValueError:
+    """Return the error of an option that names no checkpoint; without a `reason`, since nothing is there."""
+    if path.name == BEST and list_checkpoints(path.parent):
+        reason = reason or "no evaluation was better than that of the untrained model"
+    reason = reason or f"there is no {f'{RUN_FILE} in it' if path.is_dir() else 'such directory'}"
+    wanted = "name a step_N directory in a run's checkpoints/"
+    return ValueError(f"{option}={path} is not a checkpoint ({reason}); {wanted}")
+
+
 def read_facts(path: Path, *, of_delta: bool = False) -> dict[str, Any]:
     """Return run.json of a checkpoint, an export or a delta, if all sizes are right; UnreadableError, or ValueError."""
     try:

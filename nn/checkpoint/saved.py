@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from configs.messages import shortened
 from nn.checkpoint.compatibility import AVERAGE, differences
-from nn.checkpoint.directory import read_facts
+from nn.checkpoint.directory import no_checkpoint, read_facts
 from nn.checkpoint.tensor_index import StoredTensor, TensorIndex, UnreadableError, read_index
 
 if TYPE_CHECKING:
@@ -32,9 +32,7 @@ class SavedModel:
         except UnreadableError:
             raise
         except ValueError as error:
-            raise ValueError(
-                f"{option}={path} is not a checkpoint ({error}); name a step_N directory in a run's checkpoints/"
-            ) from None
+            raise no_checkpoint(option, path, error) from None
 
     def fill(self, weights: "Mapping[str, Tensor]") -> None:
         """Copy the weights of evaluation, averages where there are some, into `tables.<table>` and `dense.<name>`."""

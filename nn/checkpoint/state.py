@@ -35,6 +35,7 @@ from nn.checkpoint.compatibility import (
 from nn.checkpoint.directory import (
     FORMAT_VERSION,
     UnreadableError,
+    no_checkpoint,
     read_facts,
     unfinished,
     wait_for,
@@ -131,10 +132,7 @@ def check(
     except UnreadableError as error:
         raise ValueError(f"checkpoint.restore={path}: {error}") from None
     except ValueError as error:
-        raise ValueError(
-            f"checkpoint.restore={path} is not a checkpoint ({error}); name a step_N directory "
-            "below a run's checkpoints/"
-        ) from None
+        raise no_checkpoint("checkpoint.restore", path, error) from None
     if allow_changes:
         return facts
     problem = feature_mismatch(index, facts["feature_spec"], spec, tables, grow=grow)

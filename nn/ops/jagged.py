@@ -44,11 +44,10 @@ class Positions:
     max_length: int  # L
 
 
-@torch.compiler.disable
 def rows_at(table: Tensor, index: Tensor) -> Tensor:
     """Return the row of each position, [C, D], of a table [R, D]; its backward pass adds up a row's gradients in one order."""
     is_ordered = not table.is_cuda or torch.compiler.is_exporting()  # as torch's own is there
-    return embedding(index, table) if is_ordered else _RowsAt.apply(table, index)
+    return embedding(index, table) if is_ordered else _summed_in_order(table, index)
 
 
 class _RowsAt(torch.autograd.Function):
@@ -61,6 +60,9 @@ class _RowsAt(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return row_sums(grad, ctx.index, ctx.rows), None
+
+
+_summed_in_order = torch.compiler.disable(_RowsAt.apply)
 
 
 def row_sums(grad: Tensor, index: Tensor, rows: int) -> Tensor:

@@ -42,6 +42,8 @@ EARLY = [
     (["data.path={clicks}", "model.name=bst", "model.sequence=x"], r"model.sequence=x is no sequence group of"),
     (["checkpoint.restore=/nope"], r"checkpoint.restore=/nope is not a checkpoint \(there is no such directory\)"),
     (["checkpoint.restore={empty}"], r"is not a checkpoint \(there is no run.json in it\)"),
+    (["checkpoint.restore={empty}/below/best"], r"\(no evaluation was better than that of the untrained model\); name"),
+    (["mode=eval"], r"mode=eval needs a trained model: set checkpoint.restore"),
     (["run_dir={file}"], r"run_dir='.*file': .*/file is not a directory; set run_dir to"),
     (["run_dir={file}/below/it"], r"/file is not a directory; set run_dir to a directory"),
     (["model.name=nope"], r"there is no model.name=nope; "),
@@ -65,7 +67,7 @@ EARLY_SERVING = [
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("early")
-    (root / "empty").mkdir()
+    (root / "empty/below/step_7").mkdir(parents=True)
     (root / "file").touch()
     damaged = write_clicks(root / "damaged") / "train" / "item.bin"
     damaged.write_bytes(damaged.read_bytes()[:-1])

@@ -158,6 +158,12 @@ def check_row_sums(device: str, rows: int, positions: int) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_rows_at_positions_compile_without_a_graph_break():
+    table, index = torch.randn(5, 3), torch.tensor([0, 1, 1, 4])
+    compiled = torch.compile(rows_at, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(table, index), table[index])
+
+
 def test_gradients_of_rows_at_positions_are_their_sums():
     for rows in (1, 64, 65, 700):
         check_row_sums("cpu", rows, 5_000)
