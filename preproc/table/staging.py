@@ -465,8 +465,9 @@ class Staging:
                 "the label" if list(table.row_numbers) == [name] else f"the {key} {row_number.name}"
             )
             binary = isinstance(row_number, Label) and row_number.kind == "binary"
-            make, kind = (_binary, kinds[name]) if binary else (_number, key)
-            value, mistakes = make(name, kind, title)
+            kind = kinds[name]
+            made = _binary(name, kind, title) if binary else _number(name, key, title, kind)
+            value, mistakes = made
             columns.append(f"{value} AS {name}")
             reasons += mistakes
         for i, numerical in enumerate(table.numerical):
@@ -616,7 +617,7 @@ def _binary(name: str, kind: str, title: str) -> tuple[str, list[str]]:
     label = f"lower(CAST({name} AS STRING))"
     # One list of six would be a join, which does not keep the order of rows.
     one, zero = f"{label} IN ('1', '1.0', 'true')", f"{label} IN ('0', '0.0', 'false')"
-    if kind in INTEGERS:
+    if kind in (*INTEGERS, *FLOAT_TYPES):
         one, zero = f"{name} = 1", f"{name} = 0"
     return f"CASE WHEN {one} THEN 1 WHEN {zero} THEN 0 END", [
         f"WHEN {name} IS NULL THEN {text(f'{title} is missing')}",
@@ -624,8 +625,8 @@ def _binary(name: str, kind: str, title: str) -> tuple[str, list[str]]:
     ]
 
 
-def _number(name: str, key: str, title: str) -> tuple[str, list[str]]:
-    """Return the SQL of a regression label, weight or keep rate as float32, and of the mistakes of its column."""
+def _number(name: str, key: str, title: str, kind: str) -> tuple[str, list[str]]:
+    """Return the SQL of a regression label, weight or keep rate as float32, and of the mistakes of its column of type `kind`."""
     number = f"try_cast({name} AS FLOAT)"
     good, wanted = {
         "label": (f"abs({number}) <= {LARGEST_FLOAT}", "a finite number"),
@@ -636,9 +637,12 @@ def _number(name: str, key: str, title: str) -> tuple[str, list[str]]:
         "keep_rate": (f"{number} > 0 AND {number} <= 1", "a number above 0 and at most 1"),
         "teacher": (f"{number} BETWEEN 0 AND 1", "a number from 0 to 1"),
     }[key]
+    is_missing_, unread = f"coalesce(CAST({name} AS STRING), '') = ''", only_duckdb_reads(name)
+    if kind in FLOAT_TYPES or EXACT_TYPE.fullmatch(kind):
+        is_missing_, unread = f"{name} IS NULL", "false"
     return number, [
-        f"WHEN coalesce(CAST({name} AS STRING), '') = '' THEN {text(f'{title} is missing')}",
-        f"WHEN NOT coalesce({good}, false) OR {only_duckdb_reads(name)} "
+        f"WHEN {is_missing_} THEN {text(f'{title} is missing')}",
+        f"WHEN NOT coalesce({good}, false) OR {unread} "
         f"THEN {text(f'{title} is ')} || {shown_value(name)} || {text(f', wanted {wanted}')}",
     ]
 
