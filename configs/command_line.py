@@ -272,8 +272,7 @@ def checked(
 ) -> Callable[[DictConfig], None]:
     """Return a function of composed options that runs `run` with the checked ones; an error ends the process with one line.
 
-    `names`: the options that name what it reads or writes, for an error of the system that names no file; `interrupted`: the
-    message after Ctrl-C.
+    `names`: options of what it reads or writes, for an error that names no file; `interrupted`: the message after Ctrl-C.
     """
 
     @wraps(run)

@@ -32,8 +32,7 @@ class ExportConfig(Section):
     optimizer: bool = option(True, "write optimizer state too; tf2 has none")
     fitted: str | None = option(
         None,
-        "dataset that the model was trained on, whose vocabularies give the raw value of every row: "
-        "<table>.value.parquet",
+        "dataset that the model was trained on, whose vocabularies give the raw value of every row: <table>.value.parquet",
         path=True,
     )
 

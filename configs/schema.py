@@ -547,8 +547,7 @@ class SchedulerConfig(Section):
             )
             require(
                 self.decay_steps == 0,
-                f"scheduler.decay_steps={self.decay_steps} never begins: set "
-                "scheduler.decay_start_step too",
+                f"scheduler.decay_steps={self.decay_steps} never begins: set scheduler.decay_start_step too",
             )
             return
         require(
@@ -824,8 +823,7 @@ class PredictConfig(Section):
 class TableOverride:
     """Sharding type, memory and exchange of a single table in `sharding.tables`; None leaves the choice to the planner.
 
-    `cache` is the fraction of its rows for which the device has room, with `tier: host` or `disk`; an `exchange` of None is
-    that of `sharding.exchange`.
+    `cache`: the fraction of rows for which the device has room, with `tier: host` or `disk`; `exchange`: None is the option's.
     """
 
     type: ShardingType | None = None
@@ -979,8 +977,7 @@ class ShardingConfig(Section):
 def _type_of(table: str, kind: Any) -> ShardingType:
     require(
         isinstance(kind, str) and kind in ShardingType.__members__,
-        f"sharding.tables sets {table} to {kind}, which is none of "
-        f"{', '.join(each.name for each in ShardingType)}",
+        f"sharding.tables sets {table} to {kind}, which is none of {', '.join(each.name for each in ShardingType)}",
     )
     return ShardingType[kind]
 

@@ -1,7 +1,6 @@
 """Description of a table dataset, the `table` section of its yaml: sources, columns, transformations, splits.
 
-`TableConfig.of` reads it from plain yaml and rejects unknown keys. Column names are chosen by the user, so
-Hydra's schema cannot list them.
+`TableConfig.of` reads it from plain yaml and rejects unknown keys. Hydra's schema cannot list the user's columns.
 """
 
 import math
@@ -494,8 +493,7 @@ class TableConfig:
         for name, _ in named:
             require(
                 is_file_name(name),
-                f"table: feature {shown(name)} cannot name a file: no slash, no leading dot; set expression to "
-                "the column",
+                f"table: feature {shown(name)} cannot name a file: no slash, no leading dot; set expression to the column",
             )
             require(
                 len(name.encode()) <= MOST_NAME_BYTES,

@@ -11,8 +11,7 @@ from typing import Any
 def load_user_object(path: str, option: str) -> Any:
     """Import an object, `package.module:NAME`, that an option names.
 
-    Raises ValueError: the module cannot be imported, or has no such name. Errors of the project's own modules are raised as
-    they are.
+    Raises ValueError: the module cannot be imported, or lacks the name. Errors of the project's own modules stay as they are.
     """
     module, _, name = path.partition(":")
     try:
@@ -32,9 +31,8 @@ def load_user_object(path: str, option: str) -> Any:
             if frame.filename != __file__ and "importlib" not in frame.filename
         ]
         raise ValueError(
-            f"{option}={path}: {module} cannot be imported ({type(error).__name__}: {first_line}"
-            f"{''.join(frames[-1:])}); correct the "
-            "name, install its package, or add its directory to PYTHONPATH"
+            f"{option}={path}: {module} cannot be imported ({type(error).__name__}: {first_line}{''.join(frames[-1:])}); "
+            "correct the name, install its package, or add its directory to PYTHONPATH"
         ) from error
     if not hasattr(content, name):
         raise ValueError(f"{option}={path}: {module} has no {name}; correct the name")

@@ -56,9 +56,8 @@ class ReaderProcesses:
             num_forked = len(self._readers)
             self.close()
             raise ValueError(
-                f"process {num_forked + 1} of {num_processes} that read batches cannot be started "
-                f"({error.strerror}); lower data.workers, or raise the limits of processes (ulimit -u), open files (ulimit -n) "
-                "and memory"
+                f"process {num_forked + 1} of {num_processes} that read batches cannot be started ({error.strerror}); lower "
+                "data.workers, or raise the limits of processes (ulimit -u), open files (ulimit -n) and memory"
             ) from None
 
     @property
@@ -84,8 +83,7 @@ class ReaderProcesses:
     def finish(self) -> int:
         """Wait for the oldest pending read, and return its slot.
 
-        Raises ValueError, OSError, MemoryError: raised by `read`; RuntimeError: `read` raised another exception, or its
-        process has ended.
+        Raises ValueError, OSError, MemoryError: those of `read`; RuntimeError: it raised another one, or its process has ended.
         """
         reader = self._readers[self._num_finished % len(self._readers)]
         slot = self._num_finished % self._num_slots

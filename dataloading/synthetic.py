@@ -1,7 +1,6 @@
 """Synthetic click stream: power-law ids, and labels drawn from a hidden teacher model.
 
-Every value is a function of (seed, split, column, row). Any rank can therefore make any row, in any order,
-and nothing is stored.
+Every value is a function of (seed, split, column, row). Any rank can therefore make any row, in any order, and nothing is stored.
 """
 
 from dataclasses import replace

@@ -177,9 +177,8 @@ def sizes_to_time(config: Config, source: Source, ranks: Ranks) -> list[int]:
     sizes = [size for size in requested if size % ranks.world_size == 0 and size <= num_rows]
     if not sizes:
         raise ValueError(
-            f"inference.batch_sizes={requested}: none can be timed with the {num_rows} rows of split "
-            f"'{config.eval.split}' on {count(ranks.world_size, 'rank')}; name a size that is no larger "
-            "and divides over the ranks"
+            f"inference.batch_sizes={requested}: none can be timed with the {num_rows} rows of split '{config.eval.split}' on "
+            f"{count(ranks.world_size, 'rank')}; name a size that is no larger and divides over the ranks"
         )
     return sizes
 

@@ -35,8 +35,7 @@ def day_to_train(
 ) -> Day:
     """Return the day that a run trains from a checkpoint of its own.
 
-    Raises ValueError: with `day=next`, the dataset does not follow that of the checkpoint, or the checkpoint's day is not
-    complete.
+    Raises ValueError: with `day=next`, the dataset does not follow the checkpoint's, or the checkpoint's day is incomplete.
     """
     before = Day.of_facts(facts)
     if config.day is not DayToTrain.next or not changed_data(facts, now):

@@ -368,9 +368,8 @@ def _check_same_run(
     differences = _differences(facts["config"], config, CHANGES if day.is_new else ())
     if differences:
         raise ValueError(
-            f"run_dir={config.run_dir} holds a run with other settings: {'; '.join(differences[:4])}. Set "
-            "another run_dir (with checkpoint.restore to start from this run's model), or "
-            "checkpoint.allow_changes=true to resume with the new ones"
+            f"run_dir={config.run_dir} holds a run with other settings: {'; '.join(differences[:4])}. Set another run_dir (with "
+            "checkpoint.restore to start from this run's model), or checkpoint.allow_changes=true to resume with the new ones"
         )
     problem = feature_mismatch(
         read_index(path),
@@ -387,10 +386,9 @@ def _check_same_run(
         return day
     if changed := changed_data(facts, now):
         raise ValueError(
-            f"files of {spec.root} have changed since the checkpoint of step {facts['num_steps']} of "
-            f"run_dir={config.run_dir}: {', '.join(changed[:3])}; restore the same bytes (their times may differ) or "
-            "set data.path to a copy of the dataset it was trained on, or checkpoint.allow_changes=true if its rows "
-            "are the same"
+            f"files of {spec.root} have changed since the checkpoint of step {facts['num_steps']} of run_dir={config.run_dir}: "
+            f"{', '.join(changed[:3])}; restore the same bytes (their times may differ) or set data.path to a copy of the "
+            "dataset it was trained on, or checkpoint.allow_changes=true if its rows are the same"
         )
     verify_small_files(spec)
     is_same_directory = facts["config"]["data"]["path"] == config.data.path

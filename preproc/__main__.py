@@ -55,8 +55,7 @@ def build(config: PreprocConfig) -> None:
             f"{output} holds a dataset already; set overwrite=true to replace it, or another output",
         )
         progress.console.print(
-            f"{output} is complete: the run that wrote it was killed while it removed its work directory, which is "
-            "removed now"
+            f"{output} is complete: the run that wrote it was killed while it removed its work directory, which is removed now"
         )
         return
     check_output(output, config.overwrite)

@@ -217,10 +217,7 @@ def _open(path: Path, option: str, tables: bool) -> RawFile:
 
 
 def cut_short(path: Path) -> str:
-    return (
-        f"{_name(path)}: the compressed data ends before its end marker, so the file was cut short; "
-        "fetch it again"
-    )
+    return f"{_name(path)}: the compressed data ends before its end marker, so the file was cut short; fetch it again"
 
 
 def zstd_is_complete(path: Path) -> bool:

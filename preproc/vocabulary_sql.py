@@ -1,7 +1,6 @@
 """The transformations of Criteo logs, as SQL that any engine with window functions runs.
 
-Semantics: NVIDIA's Spark preprocessing (DeepLearningExamples, `preproc/spark_data_utils.py`), with
-ties broken.
+Semantics: NVIDIA's Spark preprocessing (DeepLearningExamples, `preproc/spark_data_utils.py`), with ties broken.
 
 * A categorical value is kept if it is counted at least `frequency_limit` times. Kept values get ids
   1, 2, ... by descending count, equal counts in ascending byte order of the value (NVIDIA leaves

@@ -195,8 +195,7 @@ def _remove(directory: Path, output: Path) -> None:
         directory.rmdir()
     except OSError as error:
         raise ValueError(
-            f"{output} is complete, but {directory} could not be removed ({error}); rerun the same command, which "
-            "removes it"
+            f"{output} is complete, but {directory} could not be removed ({error}); rerun the same command, which removes it"
         ) from None
 
 

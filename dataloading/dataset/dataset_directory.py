@@ -369,8 +369,7 @@ def checksums_of(metadata: object, where: str) -> dict[str, dict[str, Any]]:
 def verify_checksums(spec: FeatureSpec, only: Collection[str] | None = None) -> int:
     """Compare the checksum of every file in the metadata of the spec; return the number of files.
 
-    `only`: names of the files to compare; None for all that are listed. Raises ValueError: a file has changed, or the
-    spec lists no checksums.
+    `only`: names of files to compare; None: all listed. Raises ValueError: a file has changed, or the spec lists no checksums.
     """
     assert spec.root is not None
     listed = checksums_of(spec.metadata, f"{spec.root / SPEC_NAME}: metadata")

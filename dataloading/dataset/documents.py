@@ -99,8 +99,7 @@ def read_yaml(path: Path) -> Any:
 def parse_yaml(text: str, where: str) -> Any:
     """Return the content of plain yaml.
 
-    Raises ValueError: not plain yaml, a key twice in a mapping, or beyond `MAX_NESTING` levels or `MAX_NODES` nodes;
-    starts with `where`.
+    Raises ValueError, with `where` first: not plain yaml, a key twice, more than `MAX_NESTING` levels or `MAX_NODES` nodes.
     """
     try:
         return _limited_yaml(text)
@@ -154,8 +153,7 @@ def read_file_list(path: Path) -> list[str]:
     """Return the paths of a file list in order, as they are written.
 
     HugeCTR reads and NVTabular writes such lists: the number of files, then one path per line, relative to the list.
-    Raises ValueError: the first line is no number, there are more or fewer paths, or a path is listed twice; OSError:
-    the file cannot be read.
+    Raises ValueError: the first line is not the number of paths, or one is listed twice; OSError: the file cannot be read.
     """
     first, *names = [line.strip() for line in read_text(path).splitlines() if line.strip()] or [""]
     if not re.fullmatch("[0-9]{1,9}", first) or int(first) == 0:

@@ -1,7 +1,6 @@
 """Specification of a dataset directory: its `feature_spec.yaml`, read, checked and hashed.
 
-The yaml is NVIDIA's (DeepLearningExamples, DLRM and DCNv2) with additions that `docs/data_format.md` marks, as it
-describes the yaml and the binary files.
+The yaml is NVIDIA's (DeepLearningExamples, DLRM and DCNv2) with additions, which `docs/data_format.md` marks.
 """
 
 import hashlib

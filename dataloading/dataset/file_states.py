@@ -69,8 +69,7 @@ def changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 def verify_small_files(spec: FeatureSpec) -> None:
     """Compare every byte of the smallest files with the checksums that the spec lists, up to `WHOLE_BYTES` in total.
 
-    Labels are among the smallest, and samples miss what changes between them. Raises ValueError: a file has changed
-    since it was written.
+    Labels are among the smallest, and samples miss what changes between them. Raises ValueError: a file has changed.
     """
     names, left = [], WHOLE_BYTES
     for name, (num_bytes, _) in sorted(listed_checksums(spec).items(), key=lambda item: item[1]):

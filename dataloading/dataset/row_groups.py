@@ -125,8 +125,7 @@ def decode(
 ) -> RowGroup:
     """Return the rows of a table whose columns have the right types, every value checked.
 
-    Raises ValueError: a missing value, an id outside its table, or an invalid label, weight or keep rate; the message
-    names row and file.
+    Raises ValueError with row and file: a missing value, an id outside its table, or an invalid label, weight or keep rate.
     """
     columns = []
     for column in spec.row_columns:

@@ -268,9 +268,8 @@ class SplitWriter:
         if not np.isfinite(stored).all():
             row, column = np.argwhere(~np.isfinite(stored))[0]
             raise ValueError(
-                f"numerical feature '{names[column]}': {values[row, column]} at row "
-                f"{self._numerical.num_rows + row} of split '{self.split}' is not finite as {dtype.name}; "
-                "fill or scale it, or write float32"
+                f"numerical feature '{names[column]}': {values[row, column]} at row {self._numerical.num_rows + row} of split "
+                f"'{self.split}' is not finite as {dtype.name}; fill or scale it, or write float32"
             )
         self._numerical.append(stored, len(stored))
 

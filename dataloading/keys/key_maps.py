@@ -1,7 +1,6 @@
 """The maps of all tables for raw keys, ahead of the step.
 
-Batches are mapped while earlier ones train. A batch is pending until its step begins; lookups and states leave the changes of
-pending batches out.
+Batches are mapped while earlier ones train. A batch is pending until its step begins; lookups and states leave its changes out.
 """
 
 import os

@@ -165,9 +165,8 @@ def feature_mismatch(
     # Equal fingerprints with the checkpoint's row counts mean that only row counts differ.
     if len(stored_rows) < len(weights) or spec.fingerprint(stored_rows) != fingerprint:
         return (
-            "was trained on other features than this dataset's (names, order, cardinalities or hotness "
-            "differ); set data.path to the dataset it was trained on, or checkpoint.allow_changes=true if the "
-            "features mean the same"
+            "was trained on other features than this dataset's (names, order, cardinalities or hotness differ); set data.path "
+            "to the dataset it was trained on, or checkpoint.allow_changes=true if the features mean the same"
         )
     pairs = [(f.name, stored_rows[f.name], f.cardinality) for f in spec.categorical]
     shrunk = [pair for pair in pairs if pair[1] > pair[2]]

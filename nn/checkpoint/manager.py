@@ -145,9 +145,8 @@ class CheckpointManager:
 
         if changed := self._ranks.run_on_rank0(changes):
             raise SharedError(
-                f"files of {self._spec.root} were changed while the run was reading them: "
-                f"{', '.join(changed[:3])}; nothing was saved since. Restore the files (their times may differ), and "
-                "rerun the same command"
+                f"files of {self._spec.root} were changed while the run was reading them: {', '.join(changed[:3])}; nothing was "
+                "saved since. Restore the files (their times may differ), and rerun the same command"
             )
         state = self._step.state_dict()
         state |= {f"{TRAINER}{name}": value for name, value in tensors.items()}
@@ -190,11 +189,6 @@ class CheckpointManager:
         except ValueError as error:
             raise SharedError(str(error)) from None
         return True
-
-    @property
-    def is_writing(self) -> bool:
-        """Return whether this rank's writer is still running."""
-        return self._thread is not None and self._thread.is_alive()
 
     @property
     def latest(self) -> Path | None:

@@ -56,8 +56,7 @@ def _stored_table(path: Path) -> StoredTensor:
     except (OSError, ValueError, *_HEADER_ERRORS) as error:
         reason = shortened(" ".join(str(error).split())) or type(error).__name__
         raise ValueError(
-            f"{path} is not a table of the TF2 recipe ({reason}); copy it again, or remove it from the "
-            "checkpoint"
+            f"{path} is not a table of the TF2 recipe ({reason}); copy it again, or remove it from the checkpoint"
         ) from None
     if dtype != np.dtype("<f4") or len(shape) != 2 or fortran_order or min(shape) < 1:
         raise ValueError(

@@ -148,8 +148,7 @@ def chain_of(facts: Mapping[str, Any]) -> Link | None:
 def read_delta(path: Path) -> Delta:
     """Read and check a delta, every byte of it.
 
-    Raises ValueError: it is no delta, of a newer format, damaged or malformed; one line. Raises UnreadableError: a file exists
-    and cannot be read.
+    Raises ValueError: it is no delta, of a newer format, damaged or malformed; UnreadableError: a file exists and cannot be read.
     """
     facts = read_facts(path, of_delta=True)
     info = facts[DELTA]

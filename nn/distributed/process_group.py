@@ -1,7 +1,6 @@
 """Process group, ranks and the collectives that do not concern tables.
 
-This module reads the launcher's environment variables, except those that `launcher.py` needs to end a rank. Other code
-receives a `Ranks`.
+This module reads the launcher's environment variables, but for those by which `launcher.py` ends a rank. Others get a `Ranks`.
 """
 
 import os

@@ -30,8 +30,7 @@ def one_table_per_feature(
 
     Features that share a vocabulary share a table (`FeatureSpec.table_features`), at the position of the first of them.
 
-    `columns` replaces `options.embedding_dim`, `features` names those to look up, and `prefix` is put before the names of the
-    tables.
+    `columns` replaces `options.embedding_dim`, `features` names those to look up, and `prefix` begins the names of the tables.
     """
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 
@@ -96,10 +95,7 @@ def _contradiction(tables: Sequence[EmbeddingBagConfig], spec: FeatureSpec) -> s
     with_table = {feature for table in tables for feature in table.feature_names}
     for feature in cardinality:
         if feature not in with_table:
-            return (
-                f"feature {shown(feature)} has no table; declare one, or take it out of the dataset's "
-                "feature spec"
-            )
+            return f"feature {shown(feature)} has no table; declare one, or take it out of the dataset's feature spec"
     return None
 
 

@@ -48,8 +48,7 @@ class TableRule:
     `kernel` is a `@jit` function (`nn.ops.optional_triton`), the optimizer's branch of the update kernel, which calls
     `kernel(weight, gradient, state1, state2, step)` for a row when its gradient is summed and L2 added. It returns the new
     weights and both states; a state that the optimizer lacks as it came. All are float32 [columns], a state per row a scalar.
-    Where the width is no power of two there are further columns, in which all are 0. `step` is a `RowStep` of
-    `nn.ops.triton.embedding_bag`.
+    A width that is no power of two has further columns of zeros. `step` is a `RowStep` of `nn.ops.triton.embedding_bag`.
     """
 
     name: str

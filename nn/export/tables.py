@@ -9,8 +9,7 @@ tf2          sparse/feature_<i>.npy and sparse/config.json: `nn.checkpoint.tf2`
 Weights keep their dtype if the format has it. Otherwise they are converted to float32: bfloat16 in npy, both 16-bit dtypes
 in tf2. `id` is the row's number in the table, as batches contain it. `export.json` lists the written files.
 
-npy and safetensors are indexed like the files of a checkpoint (`tensors.json`, `run.json`), so `checkpoint.restore` loads
-the directory.
+npy and safetensors are indexed like a checkpoint (`tensors.json`, `run.json`), so `checkpoint.restore` loads the directory.
 """
 
 import json

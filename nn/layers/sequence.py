@@ -114,8 +114,7 @@ class SequencePooling(nn.Module):
 class LayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` (Ba et al., arXiv:1607.06450) that returns the dtype of its input, under autocast too.
 
-    Statistics are float32, or float64 if the input is. C is `columns`; there is a weight and a bias of each, which the kernels
-    read.
+    Statistics are float32, or float64 if the input is. C is `columns`; each has a weight and a bias, which the kernels read.
     """
 
     def __init__(self, columns: int, eps: float = 1e-5) -> None:

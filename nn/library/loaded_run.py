@@ -132,8 +132,7 @@ class Run:
         like the group, its times are ages in seconds.
 
         Returns:
-            A table of the same kind with the float64 column `score`, or `score_<label>` of several labels. That of a DataFrame
-            has its index.
+            A table of the same kind and index with the float64 column `score`, or `score_<label>` of several labels.
 
         Raises ValueError: a column is missing or of another type, or a value is missing, not finite or outside its table.
         """

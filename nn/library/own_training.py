@@ -139,8 +139,7 @@ class Training:
     def batch(self, step: int | None = None) -> dict[str, Tensor | JaggedTensor]:
         """Read this rank's batch of a step, by default the next one, as named tensors on the host; it is not trained.
 
-        The batch is a function of the seed and the step, so any of them can be read at any time. Raises ValueError: the run,
-        or its day, has no such step.
+        The batch is a function of seed and step, so any can be read at any time. Raises ValueError: run or day has no such step.
         """
         loader, day = self._session.loaders.train, self._trainer.state.day
         assert loader is not None

@@ -1,7 +1,6 @@
 """Metrics of all tasks, exact over the rows of all ranks.
 
-Rows count by their weights, as in scikit-learn's `sample_weight` and TorchRec's metric modules; without weights every row
-counts once.
+Rows count by their weights, as in scikit-learn's `sample_weight` and TorchRec's metrics; without weights each counts once.
 """
 
 import math

@@ -220,8 +220,7 @@ class ModelDescription:
     def build(self, seed: int | None = 0) -> RankingModel:
         """Build tables and dense component for one device, with the initial weights of a seed.
 
-        None leaves the weights of the tables undefined, for those that are loaded. Raises ValueError: the options do not fit
-        the features.
+        None leaves the weights of tables undefined, to be loaded. Raises ValueError: the options do not fit the features.
         """
         dense = build_dense(self.options, self.spec, seed or 0)
         initialise_dense(dense, seed or 0)

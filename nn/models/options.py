@@ -189,8 +189,7 @@ class MaskNetOptions(_TowerOptions):
     def check_relations(self) -> None:
         require(
             self.reduction_ratio > 0 and round(min(self.blocks) * self.reduction_ratio) > 0,
-            "model.reduction_ratio must leave at least one column of every block's width, got "
-            f"{self.reduction_ratio}",
+            f"model.reduction_ratio must leave at least one column of every block's width, got {self.reduction_ratio}",
         )
 
 

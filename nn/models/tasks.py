@@ -175,8 +175,7 @@ def tasks_of_run(config: Config, spec: FeatureSpec) -> list[Task]:
         if found.hotness != 1:
             ids = "several ids" if found.hotness else "any number of ids"
             raise ValueError(
-                f"eval.group={group}: the feature has {ids} per row, and a row belongs to one group; name a feature of "
-                "hotness 1"
+                f"eval.group={group}: the feature has {ids} per row, and a row belongs to one group; name a feature of hotness 1"
             )
     for task in tasks:
         if task.options.keep_rate is not None and spec.keep_rate is not None:

@@ -15,9 +15,8 @@ def size_line(description: Mapping[str, Any]) -> str:
     parameters = description["parameters"]
     tables = len(description["tables"])
     return (
-        f"{parameters['tables']:,} parameters in {tables} {'table' if tables == 1 else 'tables'}, "
-        f"{parameters['dense']:,} in the dense component, "
-        f"{_short(description['flops_per_sample'])}FLOP per sample forward"
+        f"{parameters['tables']:,} parameters in {tables} {'table' if tables == 1 else 'tables'}, {parameters['dense']:,} in "
+        f"the dense component, {_short(description['flops_per_sample'])}FLOP per sample forward"
     )
 
 

@@ -187,8 +187,7 @@ def _exchange_lines(links: Sequence[Link], *, has_gpus: bool) -> dict[str, str]:
             rates = f"{link.gb_s:g} GB/s and {link.us:g} us a message"
             time = f"; {link.messages:,} messages; {link.ms:,.2f} ms at {rates}"
         lines[link.name] = (
-            f"a rank sends at most {link.num_bytes / size_of_unit:,.1f} {unit} per step (rank {link.rank}): "
-            f"{terms}{time}"
+            f"a rank sends at most {link.num_bytes / size_of_unit:,.1f} {unit} per step (rank {link.rank}): {terms}{time}"
         )
     return lines
 

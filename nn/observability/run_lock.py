@@ -63,8 +63,7 @@ class RunLock(AbstractContextManager["RunLock"]):
             if not run_dir.is_dir():
                 raise ValueError(_cannot_be_created(run_dir, error)) from None
             raise ValueError(
-                f"run_dir={run_dir} was created by another process a moment ago; wait until that ends, or set "
-                "another run_dir"
+                f"run_dir={run_dir} was created by another process a moment ago; wait until that ends, or set another run_dir"
             ) from None
         except OSError as error:
             raise ValueError(_cannot_be_created(run_dir, error)) from None

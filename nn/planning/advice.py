@@ -73,9 +73,8 @@ def does_not_fit(problem: PlanProblem, error: Exception) -> str:
         if arenas:
             remedies.append(f"lower cache of {' and '.join(arenas)} in sharding.tables")
     return (
-        f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and "
-        f"{hardware.table_ranks} x {usable / GIB:.1f} GiB are usable "
-        f"({hardware.bytes_per_rank / GIB:.1f} GiB per rank less sharding.reserve={config.reserve:g}){beside}; "
+        f"the tables do not fit: with {state} they take {total / GIB:.1f} GiB, and {hardware.table_ranks} x {usable / GIB:.1f} "
+        f"GiB are usable ({hardware.bytes_per_rank / GIB:.1f} GiB per rank less sharding.reserve={config.reserve:g}){beside}; "
         f"the largest are {listed}. {_either([*remedies, 'raise the frequency limit of the dataset'])}. TorchRec's planner: "
         f"{first_line(error)}"
     )

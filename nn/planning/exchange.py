@@ -2,8 +2,7 @@
 
 The bytes follow from the plan: which ranks look up which columns, which tables are replicated, and how many distinct rows are
 expected to be asked for. Times are these bytes at the rates `sharding.within_gb_s` and `between_gb_s`, and the messages at
-`within_us` and `between_us`.
-Nothing here is measured while training.
+`within_us` and `between_us`. Nothing here is measured while training.
 """
 
 from collections.abc import Mapping, Sequence

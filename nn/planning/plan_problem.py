@@ -103,8 +103,7 @@ def _constraints(problem: PlanProblem) -> dict[str, ParameterConstraints]:
     unknown = sorted({*config.tables} - {*tables_of_feature(problem.declared), *problem.ids})
     if unknown:
         raise ValueError(
-            f"sharding.tables names {', '.join(unknown)}, but the tables are "
-            f"{', '.join(problem.ids)}; correct the names"
+            f"sharding.tables names {', '.join(unknown)}, but the tables are {', '.join(problem.ids)}; correct the names"
         )
     mean_hotness = {feature.name: feature.mean_hotness for feature in problem.spec.categorical}
     # A rank may have no memory, and features no ids.
@@ -155,9 +154,8 @@ def _allowed_types(problem: PlanProblem, table: EmbeddingBagConfig) -> list[Shar
     uncut = _without(types, ShardingType.column_wise)
     if not uncut:
         raise ValueError(
-            f"table {table.name} would be column_wise, but {rule.name} keeps one state per row, and a column-wise table "
-            "would have several; choose table_wise, row_wise or data_parallel, or "
-            f"optimizer.embedding_name={with_column_cuts(rule)}"
+            f"table {table.name} would be column_wise, but {rule.name} keeps one state per row, and a column-wise table would "
+            f"have several; choose table_wise, row_wise or data_parallel, or optimizer.embedding_name={with_column_cuts(rule)}"
         )
     return uncut
 

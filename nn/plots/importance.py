@@ -16,8 +16,7 @@ def draw_importance(
 ) -> None:
     """Draw a bar per feature, the most important ones first, with the deviation over its repeats.
 
-    `importance`: see `nn.modes.importance.measure_importance`. `facts`: model and data of the title. Raises OSError: the picture
-    cannot be written.
+    `importance`: of `nn.modes.importance.measure_importance`. `facts`: of the title. Raises OSError: it cannot be written.
     """
     metric = metric.on(importance["split"])
     features = dict(list(importance["features"].items())[:MOST_FEATURES])

@@ -1,8 +1,7 @@
 """The rows that some batches need are read ahead from disk into host memory while the batches before train.
 
 A batch is announced when its ids are known. The rows of a group of announced batches are read by a thread, each row once and in
-ascending order. A batch whose rows are not all there when its turn comes waits until they are read: nothing but speed depends
-on the groups.
+ascending order. A batch waits until all its rows are read: nothing but speed depends on the groups.
 """
 
 import time

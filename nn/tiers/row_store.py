@@ -111,7 +111,6 @@ def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
         size = torch.Size(shape).numel() * dtype.itemsize / 2**30
         how = "pinned" if device.type == "cuda" else "allocated"
         raise ValueError(
-            f"{size:,.1f} GiB of host memory for tables with tier: host cannot be {how} "
-            f"({str(error).splitlines()[0]}); raise the limit of locked memory (`ulimit -l`) or that of the container, or "
-            "keep fewer tables in host memory"
+            f"{size:,.1f} GiB of host memory for tables with tier: host cannot be {how} ({str(error).splitlines()[0]}); raise "
+            "the limit of locked memory (`ulimit -l`) or that of the container, or keep fewer tables in host memory"
         ) from None

@@ -348,7 +348,6 @@ class TrainStep:
                 f"{self._config.train.loss_scale:g}, or train with train.amp=bf16, which needs no scale"
             )
         return (
-            f"the loss is {loss} at step {step} (learning rate {self.learning_rate:g}); nothing "
-            "was updated with it. Lower optimizer.lr, lengthen scheduler.warmup_steps, or look "
-            "for bad numerical values in the data"
+            f"the loss is {loss} at step {step} (learning rate {self.learning_rate:g}); nothing was updated with it. Lower "
+            "optimizer.lr, lengthen scheduler.warmup_steps, or look for bad numerical values in the data"
         )

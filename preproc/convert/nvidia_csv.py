@@ -4,8 +4,7 @@ Its chunks are of type `csv`. `features` lists the columns in order, and the fil
 chunks of a split hold different columns of the same rows. A cardinality may be `auto`: then all files are
 read first, and it is the largest id plus one.
 
-The transcoder knows `train` and `test` alone, so earlier versions wrote a split `validation` without naming it:
-`validation.csv` beside `test.csv`.
+The transcoder knows `train` and `test` alone; earlier versions wrote `validation.csv` beside `test.csv` without naming it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

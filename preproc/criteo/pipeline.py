@@ -1,9 +1,8 @@
 """Raw Criteo logs to a dataset directory, out of core, in phases that survive the process.
 
-parse: lines become a column store. shuffle: the training rows are permuted, with `shuffle=true`. encode:
-every column is counted, ranked and written by itself. write: labels and numericals. At the end the spec is
-written and the directory renamed to the output. Completed phases are recorded (`preproc/work_directory.py`),
-and a killed run resumes after them.
+parse: lines become a column store. shuffle: the training rows are permuted, with `shuffle=true`. encode: every column is counted,
+ranked and written by itself. write: labels and numericals. At the end the spec is written and the directory renamed to the
+output. Completed phases are recorded (`preproc/work_directory.py`), and a killed run resumes after them.
 """
 
 import glob

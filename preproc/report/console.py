@@ -24,8 +24,7 @@ from preproc.report.distributions import Distribution
 LARGE_NUMERICAL = 20.0
 # Share of a feature's values in the test rows without an id from which on the report has a note.
 MANY_NEW = 0.5
-FAR_SECOND = 10**11
-"""Of Unix time: milliseconds since 1973 are beyond it."""
+FAR_SECOND = 10**11  # of Unix time: milliseconds since 1973 are beyond it
 TRAIN, TEST = "train", "test"
 OTHER_WIDTH = 80
 """Columns that names leave to the rest of the table on a wide terminal."""

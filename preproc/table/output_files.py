@@ -149,8 +149,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
     ) -> dict[str, NumericalRange]:
         """Write the numericals, row-major, all finite as `dtype`; return their ranges in the training rows.
 
-        `columns`: expressions of the numericals, in the order of `names`. `refuse`: called if a value is not finite;
-        raises an error.
+        `columns`: expressions of the numericals, in the order of `names`. `refuse`: raises the error of a value not finite.
         """
         if not names:
             return {}

@@ -1,8 +1,7 @@
 """The first query of a run: rows of the sources as labels, numbers and values, with missing values as null.
 
-NaN in a column of floats is a missing value. DuckDB evaluates isnan and comparisons from the statistics of Parquet
-files, which leave NaN out, so NaN becomes null before any expression sees it. An expression, or a query, that calls
-isnan itself sees it.
+NaN in a column of floats is a missing value. DuckDB evaluates isnan and comparisons from the statistics of Parquet files, which
+leave NaN out, so NaN becomes null before any expression sees it. An expression, or a query, that calls isnan itself sees it.
 """
 
 import re

@@ -67,8 +67,7 @@ class Trained:
 def export_model(options: ModelExportConfig) -> Manifest:
     """Export a checkpoint; see `configs.serving_schema.ModelExportConfig`.
 
-    Raises ValueError: an option names something that cannot be used, the checkpoint is damaged, or the export does not score
-    as training does.
+    Raises ValueError: an option names what cannot be used, the checkpoint is damaged, or the export scores otherwise.
     """
     assert options.checkpoint is not None, "checked by the options"
     assert options.output is not None, "likewise"

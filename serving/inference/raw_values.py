@@ -2,8 +2,7 @@
 
 It computes what `preproc.table.expressions` computes in SQL, without a database:
 `tests/serving/inference/test_raw_values.py` compares both. A value that preprocessing would refuse as a bad row is refused
-here too; unseen and missing values have id 0. What a column was in the fit decides what is missing in it, not the datatype of
-a request.
+here too; unseen and missing values have id 0. What is missing depends on the column in the fit, not on a request's datatype.
 """
 
 import hashlib

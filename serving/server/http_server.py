@@ -165,8 +165,7 @@ class HttpServer:
 class App:
     """The ASGI application: a handler behind the limits of a request.
 
-    An error of the handler that is no `RequestError` is logged and answered with 500. `count`: called with the status of every
-    response.
+    A handler's error that is no `RequestError` is logged and answered with 500. `count`: gets the status of every response.
     """
 
     def __init__(

@@ -6,8 +6,7 @@ sums the contributions once. Gradients between layers are kept as separate terms
 needs instead of writing the sum. Three layers take 16 reads and writes. Writing every sum would take 18, and two more
 matrix products would read their accumulator.
 
-A cross layer of FCN is one kernel a direction beside its products. It keeps c = W x, and computes again all
-that follows from it.
+A cross layer of FCN is one kernel a direction beside its products. It keeps c = W x, and computes again all that follows from it.
 
 A layer of xDeepFM's compressed interactions multiplies the vectors v by the weights W of the pairs of one output, and adds
 up x * (W v) in float32. No product of a pair lies in memory; the backward pass computes all again.

@@ -62,8 +62,7 @@ def history_ids(
 def _timeline(number: int, table: TableConfig, split: str) -> str:
     """Return a query (row_, who_, value, item_, earlier_) with one row per row whose user and time are known.
 
-    `value` is null unless the row is an item, `item_` counts the items of the user up to it, and `earlier_` those with
-    an earlier time.
+    `value` is null unless the row is an item, `item_` counts the user's items up to it, and `earlier_` those of earlier times.
     """
     history = table.history[number]
     column = [feature.name for feature in table.categorical].index(history.of)
