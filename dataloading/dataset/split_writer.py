@@ -97,6 +97,11 @@ class SplitWriter:
         """
         ids, lengths, events = ids or {}, lengths or {}, events or {}
         moments, slices = moments or {}, slices or {}
+        of_groups = [name for group in self.spec.sequences for name in (group.name, *group.columns)]
+        known = {*self._features, *of_groups, *(column.name for column in self.spec.teachers)}
+        if unknown := {*events, *lengths, *moments, *slices, *(teachers or {})} - known:
+            names = ", ".join(sorted(known))
+            raise ValueError(f"no column or group '{sorted(unknown)[0]}'; want some of {names}")
         if numerical is not None:
             self._append_numerical(given_numbers("numerical", numerical))
         if labels is not None:
@@ -220,7 +225,8 @@ class SplitWriter:
                 self._events[name] = EventWriter(
                     group, self._features, self._path_of, self.file_type
                 )
-            assert lengths is not None
+            if lengths is None or lengths.ndim != 1:
+                raise ValueError(f"group '{name}': want one length per row")
             ends = self._events[name].num_events + np.cumsum(lengths, dtype=np.int64)
             slices = np.stack([ends - lengths, ends], axis=1)
         else:

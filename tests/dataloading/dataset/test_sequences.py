@@ -665,6 +665,18 @@ def put(section, name, at=None, value=None):
         ),
         (
             "own",
+            lambda columns: columns["events"].update(rating=columns["events"]["hist_rating"]),
+            "no column or group 'rating'; want some of",
+        ),
+        (
+            "own",
+            lambda columns: columns["lengths"].update(
+                history=columns["lengths"]["history"][:, None]
+            ),
+            "group 'history': want one length per row",
+        ),
+        (
+            "own",
             put("events", "hist_rating"),
             "group 'history': no hist_rating; append all its columns at once",
         ),
