@@ -208,7 +208,9 @@ def print_importance(console: Console, importance: Mapping[str, Any]) -> None:
     keys = list(importance["unpermuted"])
     cells = {
         name: {
-            key: f"{change['mean']:+.5f} ± {change['deviation']:.5f}"
+            # Of one repeat the deviation is unknown, not 0.
+            key: f"{change['mean']:+.5f}"
+            + f" ± {change['deviation']:.5f}" * (importance["repeats"] > 1)
             for key, change in changes.items()
         }
         for name, changes in features.items()

@@ -104,7 +104,8 @@ def test_many_metrics_of_features_are_several_tables_with_all_names():
     features = {f"feature_{n}": dict.fromkeys(keys, change) for n in range(4)}
     for width in (60, 120, 400):
         console = console_of(width)
-        print_importance(console, {"unpermuted": dict.fromkeys(keys, 0.5), "features": features})
+        found = {"unpermuted": dict.fromkeys(keys, 0.5), "features": features, "repeats": 3}
+        print_importance(console, found)
         lines = printed(console).splitlines()
         assert max(map(len, lines)) <= width
         rows = [line for line in lines if "-0.01234" in line]
@@ -113,6 +114,10 @@ def test_many_metrics_of_features_are_several_tables_with_all_names():
         heads = " ".join(lines)
         assert all(f"{key} change" in heads for key in keys)
         assert len(rows) == 4 * {60: 9, 120: 3, 400: 1}[width]
+        once = console_of(width)
+        print_importance(once, found | {"repeats": 1})
+        assert "-0.01234" in printed(once)
+        assert "±" not in printed(once)  # the deviation of one repeat is unknown
 
 
 def test_a_record_of_training_is_one_line():
