@@ -273,7 +273,8 @@ def _where(composed: DictConfig) -> str:
 def _stop_at_once(signum: int, frame: FrameType | None) -> None:
     """End the process: before training starts there is nothing to save. Training installs its own handler.
 
-    It raises nothing and prints without Python's buffers: it may arrive in a print, or an import, which changes exceptions.
+    It raises nothing and prints without Python's buffers: the signal may arrive in an import, which may turn any exception into
+    another one, or inside a print.
     """
     for ending in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(ending, signal.SIG_IGN)

@@ -823,7 +823,7 @@ class PredictConfig(Section):
 class TableOverride:
     """Sharding type, memory and exchange of a single table in `sharding.tables`; None leaves the choice to the planner.
 
-    `cache`: the fraction of rows for which the device has room, with `tier: host` or `disk`; `exchange`: None is the option's.
+    `cache`: fraction of rows with room on the device, with `tier: host` or `disk`. `exchange`: None is `sharding.exchange`.
     """
 
     type: ShardingType | None = None

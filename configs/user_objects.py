@@ -11,7 +11,7 @@ from typing import Any
 def load_user_object(path: str, option: str) -> Any:
     """Import an object, `package.module:NAME`, that an option names.
 
-    Raises ValueError: the module cannot be imported, or lacks the name. Errors of the project's own modules stay as they are.
+    Raises ValueError: the module cannot be imported, or has no such name. The project's own modules raise their own errors.
     """
     module, _, name = path.partition(":")
     try:

@@ -67,7 +67,8 @@ def rows_at(
 ) -> RankRows:
     """Return the rows that `rank` reads at `step` of an epoch; over ranks and steps every row is read exactly once.
 
-    `shuffle`: None keeps the order on disk. Raises ValueError: `world_size` does not divide `batch_size`, or too many blocks.
+    `shuffle`: None keeps the order on disk. Raises ValueError: `world_size` does not divide `batch_size`, or the
+    shuffle has too many blocks.
     """
     check_batch(batch_size, world_size)
     assert 0 <= rank < world_size

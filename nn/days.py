@@ -1,6 +1,7 @@
 """Days that a run trains one after another: a list of dataset directories, or patterns that further ones will match.
 
-Each day is a process of its own, a command with `data.path=DAY day=next`: a kill leaves what that leaves, and it resumes.
+Each day is a process of its own, as a command with `data.path=DAY day=next` is, so that a kill at any moment leaves what that
+command leaves, and the same command resumes.
 """
 
 import glob

@@ -171,7 +171,8 @@ def job_directory(composed: DictConfig, arguments: Sequence[str]) -> str:
 def named(number: int, values: dict[str, Any]) -> str:
     """Return a file name such as `00-lr=0.01,dropout=0.5`: a number and the values, by the last part of their names.
 
-    Two names with the same last part are written whole. Brackets, quotes and spaces go; others that shells read become `_`.
+    Two names with the same last part are written completely. Brackets, quotes and spaces are left out; other characters that
+    paths or shells treat otherwise become `_`.
     """
     short = short_names([option.lstrip("+") for option in values])
     text = ",".join(

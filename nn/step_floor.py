@@ -300,7 +300,8 @@ def unique_rows(
 ) -> float:
     """Return the expected number of distinct rows of a table that a batch looks up.
 
-    With `expands` only the bags' first ids are draws from `share`; each distinct one adds the same hotness - 1 uniform rows.
+    With `expands` only the bags' first ids are draws from `share`. Each distinct first id adds the same hotness - 1 rows every
+    time, and those are drawn uniformly.
     """
     if not expands:
         return expected_distinct(batch * hotness, share, 0, cardinality)

@@ -39,9 +39,7 @@ def preprocess(table: Any, options: dict[str, Any], output: Path | str, *overrid
     for override in overrides:
         name = re.split(r"[.={]", str(override).lstrip("+~"))[0]
         if name in ("source", "output", "table"):
-            raise ValueError(
-                f"{override}: {name} is an argument of preprocess already; change that"
-            )
+            raise ValueError(f"{override}: {name} is another argument of preprocess; change that")
     written = [f"{key}={value}" for key, value in options.items() if key not in ("layout", "table")]
     with table_file(_checked(table)) as path:
         config = _composed(

@@ -82,7 +82,7 @@ def test_once(
 ) -> dict[str, Any]:
     """Evaluate the best trial's checkpoint on the test split; return the metrics.
 
-    The command repeated reads them from the run directory of the first evaluation. Raises ValueError: it failed.
+    The command repeated reads them from the run directory of the first evaluation. Raises ValueError: the evaluation failed.
     """
     run_dir = directory / f"test_trial_{best.number:02d}"
     run = RunRecord.read(run_dir) if run_dir.exists() else None

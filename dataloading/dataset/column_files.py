@@ -119,11 +119,10 @@ def given_numbers(what: str, values: object, *, whole: bool = False) -> np.ndarr
     array = np.asarray(values)
     if array.dtype == object:
         array = np.array(array.tolist())  # as pandas holds numbers
-    kinds = "iu" if whole else "biuf"
+    kinds, wanted = ("iu", "integers") if whole else ("biuf", "numbers")
     if np.ma.is_masked(values):
         raise ValueError(f"{what}: some are masked; fill them")
     if array.size and array.dtype.kind not in kinds:
-        wanted = "integers" if whole else "numbers"
         raise ValueError(f"{what}: got dtype {array.dtype}, want {wanted}")
     if array.dtype == np.uint64 and whole and array.max(initial=0) > np.iinfo(np.int64).max:
         raise ValueError(f"{what}: got {array.max()}, which int64 does not hold")

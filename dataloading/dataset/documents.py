@@ -153,7 +153,8 @@ def read_file_list(path: Path) -> list[str]:
     """Return the paths of a file list in order, as they are written.
 
     HugeCTR reads and NVTabular writes such lists: the number of files, then one path per line, relative to the list.
-    Raises ValueError: the first line is not the number of paths, or one is listed twice; OSError: the file cannot be read.
+    Raises ValueError: the first line is no number, there are more or fewer paths, or a path is listed twice; OSError:
+    the file cannot be read.
     """
     first, *names = [line.strip() for line in read_text(path).splitlines() if line.strip()] or [""]
     if not re.fullmatch("[0-9]{1,9}", first) or int(first) == 0:

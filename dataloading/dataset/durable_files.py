@@ -191,7 +191,7 @@ def require_absent(output: Path) -> None:
 def new_output(path: Path, check: Callable[[Path], object] = require_absent) -> Iterator[Path]:
     """Yield an empty directory, synced and renamed to `path` at the end of the block; removed after an error.
 
-    `check` refuses what lies at `path`, before and after the block. Raises ValueError: it does, or another process writes.
+    `check` refuses what may lie at `path`, before and after the block. Raises ValueError: it does, or another process writes it.
     """
     with exclusive(path, f"is writing {path}") as alone:
         check(path)
@@ -234,7 +234,8 @@ def lock_directory(directory: Path) -> int:
     """Lock a directory against other processes; return the descriptor that holds the lock until it is closed.
 
     The lock ends with the process at the latest, however the process ends. `directory`: to lock; only processes that
-    lock it too are kept out. Raises BlockingIOError: another process holds the lock; UnlockableError: the file system has none.
+    lock it too are kept out. Raises BlockingIOError: another process holds the lock; UnlockableError: the file system
+    has no locks for directories.
     """
     return _locked(os.open(directory, os.O_RDONLY))
 

@@ -100,8 +100,7 @@ class SplitWriter:
         of_groups = [name for group in self.spec.sequences for name in (group.name, *group.columns)]
         known = {*self._features, *of_groups, *(column.name for column in self.spec.teachers)}
         if unknown := {*events, *lengths, *moments, *slices, *(teachers or {})} - known:
-            names = ", ".join(sorted(known))
-            raise ValueError(f"no column or group '{sorted(unknown)[0]}'; want some of {names}")
+            raise ValueError(f"no column or group {sorted(unknown)}; want some of {sorted(known)}")
         if numerical is not None:
             self._append_numerical(given_numbers("numerical", numerical))
         if labels is not None:

@@ -1,6 +1,6 @@
 """Process group, ranks and the collectives that do not concern tables.
 
-This module reads the launcher's environment variables, but for those by which `launcher.py` ends a rank. Others get a `Ranks`.
+This module reads the launcher's environment variables, except those by which `launcher.py` ends a rank; other code gets `Ranks`.
 """
 
 import os

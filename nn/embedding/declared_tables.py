@@ -30,7 +30,7 @@ def one_table_per_feature(
 
     Features that share a vocabulary share a table (`FeatureSpec.table_features`), at the position of the first of them.
 
-    `columns` replaces `options.embedding_dim`, `features` names those to look up, and `prefix` begins the names of the tables.
+    `columns` replaces `options.embedding_dim`, `features` names those to look up, and `prefix` comes before the names of tables.
     """
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 

@@ -1,6 +1,7 @@
 """Numbers of a training pass that layers need: the step, the rows of this rank in the global batch, sums over ranks.
 
-They change from step to step, so they are in device memory, where each replay of a CUDA graph reads them. A number would stay the same.
+They change from step to step, so they are in device memory, where each replay of a CUDA graph reads them. A Python number
+would be captured once and repeated.
 """
 
 from collections.abc import Callable

@@ -32,7 +32,8 @@ def binary_losses(
         loss = - y a (1 - p)^gamma ln p  -  (1 - y) b p^gamma ln(1 - p)
 
     Label smoothing s: y = label (1 - s) + s / 2 (Szegedy et al. 2016, section 7, for two classes). Focal loss: gamma, and
-    a = alpha, b = 1 - alpha (Lin et al. 2017, equation 5); without alpha a = b = 1 (equation 4). Positive weight w: a = w.
+    a = alpha, b = 1 - alpha (Lin et al. 2017, equation 5); without alpha a = b = 1 (equation 4). Positive weight w: a = w,
+    as in `torch.nn.BCEWithLogitsLoss`.
     """
     if label_smoothing:
         labels = labels * (1 - label_smoothing) + label_smoothing / 2

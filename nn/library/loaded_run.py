@@ -132,7 +132,8 @@ class Run:
         like the group, its times are ages in seconds.
 
         Returns:
-            A table of the same kind and index with the float64 column `score`, or `score_<label>` of several labels.
+            A table of the same kind with the float64 column `score`, or `score_<label>` of several labels. That of a DataFrame
+            has its index.
 
         Raises ValueError: a column is missing or of another type, or a value is missing, not finite or outside its table.
         """

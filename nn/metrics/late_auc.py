@@ -1,6 +1,7 @@
 """AUC of training rows beside the step: computed on a stream of its own, and read when it is there.
 
-The result is that of `nn.metrics.ranking.roc_auc`: pairs are counted in integers. No shape depends on labels read back.
+The result is exactly that of `nn.metrics.ranking.roc_auc`: pairs are counted in integers. Nothing is read back meanwhile, so
+no shape depends on the labels.
 """
 
 import math

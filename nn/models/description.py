@@ -1,6 +1,7 @@
 """Description of a model, `model.json`: options, features, tables, layers with shapes, parameters and operations.
 
-The model can be built again from it, without the dataset. It is plain JSON within limits; nothing in it is executed.
+The model can be built again from it, without the dataset. It is plain JSON with the limits of
+`dataloading.dataset.documents`; nothing in it is executed.
 """
 
 from __future__ import annotations

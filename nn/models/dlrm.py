@@ -16,7 +16,8 @@ from nn.models.options import DLRMOptions
 class DLRM(Model):
     """Dense component of DLRM.
 
-    Without numerical features there is no bottom MLP. Raises ValueError: fewer than two vectors would interact.
+    Without numerical features there is no bottom MLP and only the embeddings interact. Raises ValueError: fewer than two
+    vectors would interact.
     """
 
     Options = DLRMOptions

@@ -70,7 +70,8 @@ def measure_importance(
 ) -> dict[str, Any]:
     """Evaluate the model with each feature permuted in turn.
 
-    `evaluate`: of the model on a source's rows, by all ranks. `report`: gets each feature's name, the features done and all.
+    `evaluate`: evaluates the model on a source's rows; all ranks must call it. `report`: called before each feature with its
+    name, the features done and their number.
 
     Returns:
         `unpermuted` metrics by key, and `features`: by name, per metric key, the mean and deviation over the repeats of the

@@ -42,7 +42,7 @@ def settings_of(
 ) -> dict[str, Any]:
     """Return the values of the keys that are known before training.
 
-    `machine`: their name, unless `log.mlperf_platform` has one. `on_gpu`: whether the run uses GPUs, which may have TF32.
+    `machine`: its name, unless `log.mlperf_platform` has one. `on_gpu`: whether the run uses GPUs, which may multiply in TF32.
     """
     log, optimizer, scheduler = config.log, config.effective_optimizer, config.scheduler
     is_hstu, batch_size = config.model.name == "hstu", config.train.batch_size

@@ -195,7 +195,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def finish(self, summary: Mapping[str, Any], *, pictures: bool = True) -> None:
         """Draw `curves.png`, after training, and `predictions.png`, then write `summary.json`: the results are complete.
 
-        `summary`: with at least `SUMMARY_KEYS`; values that were not measured are None or nan. `pictures`: `log.pictures`.
+        `summary`: with at least `SUMMARY_KEYS`; unmeasured values are None or nan. `pictures`: whether to draw (`log.pictures`).
         """
         missing = [key for key in SUMMARY_KEYS if key not in summary]
         assert not missing, f"summary without {missing}"

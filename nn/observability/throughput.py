@@ -7,7 +7,8 @@ import time
 class ThroughputMeter:
     """Counter of rows and time during training; paused during evaluation and profiling.
 
-    The first window includes one-time costs (compilation, allocation, cold caches). The run's leaves it out if there is another.
+    The first window includes one-time costs (compilation, allocation, cold caches). The throughput of the run leaves it
+    out unless it is the only window.
     """
 
     def __init__(self) -> None:

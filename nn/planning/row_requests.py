@@ -50,7 +50,8 @@ def requests_of(
 ) -> list[Requests]:
     """Return the tables whose rows are asked for, with their expected capacity, for the samples of a rank or those of training.
 
-    Before ids are read, the power law of `data.synthetic.exponent` says how often they occur, unless the plan has measured it.
+    How often ids occur is not known before they are read: the power law of `data.synthetic.exponent` stands for it, unless the
+    plan has those of measured batches.
     """
     trained_rows = config.train.batch_size // world_size
     if rank_rows is None:

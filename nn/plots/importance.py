@@ -16,7 +16,7 @@ def draw_importance(
 ) -> None:
     """Draw a bar per feature, the most important ones first, with the deviation over its repeats.
 
-    `importance`: of `nn.modes.importance.measure_importance`. `facts`: of the title. Raises OSError: it cannot be written.
+    `importance`: of `measure_importance`. `facts`: model and data of the title. Raises OSError: the picture cannot be written.
     """
     metric = metric.on(importance["split"])
     features = dict(list(importance["features"].items())[:MOST_FEATURES])

@@ -5,7 +5,8 @@ hands them to the dense component. A whole table has one owner, a row-wise one s
 rank has all rows itself, and nothing is sent. Where groups of ranks hold the same tables, a rank asks the owners of its own,
 and the owners of one shard exchange the distinct rows that they were asked for, and the sums of their gradients.
 
-The capacity for the rows is fixed, so no host reads how many there are before it sends; one batch ahead it knows if all fit.
+The capacity for the rows is fixed, so that no host reads how many there are before it sends; one batch ahead it is known
+whether it sufficed.
 """
 
 from collections.abc import Sequence

@@ -181,8 +181,7 @@ class DuckDBEngine:
             if file.is_parquet:
                 relation = f"read_parquet({text(path)}, file_row_number = true)"
                 parts.append(
-                    f"SELECT {number} AS file_, file_row_number AS order_, "
-                    f"* EXCLUDE (file_row_number) FROM {relation}"
+                    f"SELECT {number} AS file_, file_row_number AS order_, * EXCLUDE (file_row_number) FROM {relation}"
                 )
                 continue
             columns = files.columns_of[number]
@@ -327,10 +326,7 @@ class DuckDBEngine:
         if 8 * num_codes > self._array_bytes:
             code = f"unnest({column})" if is_list else column
             files = text(glob.escape(str(directory)) + "/*.parquet")
-            codes = (
-                f"SELECT {code} AS code FROM read_parquet({files}) "
-                f"WHERE row_ >= {rows.start} AND row_ < {rows.stop}"
-            )
+            codes = f"SELECT {code} AS code FROM read_parquet({files}) WHERE row_ >= {rows.start} AND row_ < {rows.stop}"
             counts = f"SELECT code, count(*) AS count FROM ({codes}) WHERE code IS NOT NULL GROUP BY code"
             return f"(SELECT t.value, x.count FROM ({counts}) AS x JOIN {texts} AS t ON x.code = t.code)"
         from preproc.table.text_codes import count_codes, counted_texts
@@ -343,8 +339,7 @@ class DuckDBEngine:
     def number(self, query: str, order_by: list[str], path: Path) -> None:
         """Number the rows in one streaming pass after the sort."""
         self.write(
-            f"SELECT row_number() OVER () - 1 AS row_, * FROM (SELECT * FROM ({query}) "
-            f"ORDER BY {nulls_first(order_by)})",
+            f"SELECT row_number() OVER () - 1 AS row_, * FROM (SELECT * FROM ({query}) ORDER BY {nulls_first(order_by)})",
             path,
         )
 

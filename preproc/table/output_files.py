@@ -149,7 +149,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
     ) -> dict[str, NumericalRange]:
         """Write the numericals, row-major, all finite as `dtype`; return their ranges in the training rows.
 
-        `columns`: expressions of the numericals, in the order of `names`. `refuse`: raises the error of a value not finite.
+        `columns`: expressions of the numericals, in the order of `names`. `refuse`: raises an error if a value is not finite.
         """
         if not names:
             return {}

@@ -482,8 +482,7 @@ class Staging:
                 bad = not_a_number(f"n{i}", number)
             hint = " such as epoch(...) of it" * kind.startswith(("date", "timestamp"))
             reasons.append(
-                f"WHEN {bad} THEN {text(numerical.name + ' is ')} || {shown_value(f'n{i}')} "
-                f"|| ', wanted a number{hint}'"
+                f"WHEN {bad} THEN {text(numerical.name + ' is ')} || {shown_value(f'n{i}')} || ', wanted a number{hint}'"
             )
         for i, feature in enumerate(table.categorical):
             _check_kind(feature, kinds[f"c{i}"])

@@ -51,7 +51,7 @@ def write_raw_values(
 ) -> dict[str, Any]:
     """Write the vocabularies of a fit; return the description of the transformation, as JSON.
 
-    Raises ValueError: there is no fit, it is damaged or of other features, or no server evaluates the expression of one.
+    Raises ValueError: there is no fit, it is damaged or of other features, or no server evaluates a feature's expression.
     """
     state = load_fitted(Path(fitted))
     table = state.table

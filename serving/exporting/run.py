@@ -67,7 +67,7 @@ class Trained:
 def export_model(options: ModelExportConfig) -> Manifest:
     """Export a checkpoint; see `configs.serving_schema.ModelExportConfig`.
 
-    Raises ValueError: an option names what cannot be used, the checkpoint is damaged, or the export scores otherwise.
+    Raises ValueError: an option names what cannot be used, the checkpoint is damaged, or the export scores unlike training.
     """
     assert options.checkpoint is not None, "checked by the options"
     assert options.output is not None, "likewise"

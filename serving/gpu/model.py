@@ -176,7 +176,8 @@ _models: "WeakSet[GpuModel]" = WeakSet()
 def _free_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a stream on which no other model that exists was captured.
 
-    cuBLAS has a workspace per stream, so graphs of a stream share memory; and a model answers while the next is captured.
+    cuBLAS has one workspace per stream, so the graphs of a stream write to the same memory; and a model answers while the next
+    one is captured.
     """
     held = {model._stream for model in _models}
     streams = (_capture_stream(device, number) for number in count())

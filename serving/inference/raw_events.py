@@ -89,7 +89,8 @@ def cut_lists(
 ) -> dict[str, RaggedIds]:
     """Return the numbers of a group of lists; of these and of its features in `ids`, the last ones that a row sees.
 
-    `group`: as the model reads it, if it does. Raises InputError: lists of a row differ in length, or a number is missing.
+    `group`: as the model reads it, if it does. Raises InputError: the lists of a row differ in their length, or a number is
+    missing or none.
     """
     first, *others = lists.features
     counts = ids[first].lengths.numpy()

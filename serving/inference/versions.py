@@ -66,7 +66,8 @@ def load_version(
     """Verify and load a version, and score a row with it.
 
     `decided`: the version whose inputs, outputs and ids of values it must have; None accepts any. `verify`: compare the
-    SHA-256 of every file, not only its size. Raises ValueError: it is damaged, has no finite scores, or another interface.
+    SHA-256 of every file, not only its size. Raises ValueError: it is damaged, does not score, scores no finite number, or
+    has another interface.
     """
     manifest = read_complete(directory)
     differing = [] if decided is None else decided.differing(directory, manifest)

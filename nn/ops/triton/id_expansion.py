@@ -15,7 +15,7 @@ IDS_PER_PROGRAM = 4096
 class IdExpansionKernel:
     """Kernel launcher for some features and a fixed number of samples.
 
-    `tables`: by feature the additional ids of every id, int32 [rows, hotness - 1]; None copies them. G is `num_samples`.
+    `tables`: per feature the additional ids of every id, int32 [rows, hotness - 1]; None copies input ids. G is `num_samples`.
     """
 
     def __init__(

@@ -40,9 +40,8 @@ def slice_histories(journal: Journal, rows: Ordered) -> None:
         earlier = "coalesce(t.earlier_, 0)"
         journal.query(
             f"slices_{i}",
-            f"SELECT r.row_, coalesce(u.first_, 0) + {earlier} AS stop_, least({earlier}, {history.length}) AS length_ "
-            f"FROM ({both}) AS r LEFT JOIN {line} AS t ON r.source_ = t.row_ "
-            f"LEFT JOIN {users} AS u ON t.who_ = u.who_ ORDER BY row_",
+            f"SELECT r.row_, coalesce(u.first_, 0) + {earlier} AS stop_, least({earlier}, {history.length}) AS length_ FROM "
+            f"({both}) AS r LEFT JOIN {line} AS t ON r.source_ = t.row_ LEFT JOIN {users} AS u ON t.who_ = u.who_ ORDER BY row_",
         )
 
 

@@ -666,7 +666,7 @@ def put(section, name, at=None, value=None):
         (
             "own",
             lambda columns: columns["events"].update(rating=columns["events"]["hist_rating"]),
-            "no column or group 'rating'; want some of",
+            "no column or group ['rating']; want some of",
         ),
         (
             "own",

@@ -71,5 +71,5 @@ def test_a_frame_has_the_checks_of_the_command(tmp_path):
     with pytest.raises(ValueError, match="hotnes: no such key"):
         preprocess(FRAME, described, tmp_path / "data")
     for own in ("source=x.csv", "output=x", "+table.keep=[item]", "table={}", "~table.split.by"):
-        with pytest.raises(ValueError, match="is an argument of preprocess already; change that"):
+        with pytest.raises(ValueError, match="is another argument of preprocess; change that"):
             preprocess(FRAME, describe(FRAME).options, tmp_path / "data", own)
