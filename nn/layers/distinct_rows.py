@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from nn.ops.jagged import rows_at
+from nn.layers.sequence import rows_at
 
 # B: samples, C: capacity for the ids of a feature, R: capacity for distinct rows, D: columns
 

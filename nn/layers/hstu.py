@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from nn.layers.distinct_rows import DistinctRows
 from nn.layers.initialization import initialise_without_bias_, normal_, uniform_
-from nn.layers.sequence import LayerNorm
+from nn.layers.sequence import LayerNorm, rows_at
 from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import RowsAt, SwishMLP, draw_normal_
 from nn.ops.hstu_attention import JaggedPositions
-from nn.ops.jagged import rows_at
 
 # B: samples, C: events with room for, P: positions, K: context vectors, M: candidates, D: columns of a position
 

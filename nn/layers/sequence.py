@@ -83,6 +83,15 @@ def pool_weighted(values: Tensor, weights: Tensor, at: SamplePositions, *, is_me
     return total / torch.where(mass == 0, 1, mass)
 
 
+def rows_at(table: Tensor, index: Tensor) -> Tensor:
+    """Return the row of each position, [C, D], of a table [R, D]; its backward pass adds up a row's gradients in one order."""
+    if not table.is_cuda or torch.compiler.is_exporting():
+        return jagged.rows_at(table, index)
+    from nn.ops.triton.row_sums import rows_at as by_kernels
+
+    return by_kernels(table, index)
+
+
 class SequencePooling(nn.Module):
     """One vector per sample from its events: sum, mean, last, or attention without a query.
 

@@ -15,11 +15,11 @@ from torch.nn.functional import linear, silu
 
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import normal_, uniform_
-from nn.layers.sequence import LayerNorm
+from nn.layers.sequence import LayerNorm, rows_at
 from nn.ops.column_blocks import GradientBlocks, column_blocks
 from nn.ops.fused_linear import as_autocast, can_fuse
 from nn.ops.hstu_attention import JaggedPositions, hstu_attention
-from nn.ops.jagged import pad, rows_at
+from nn.ops.jagged import pad
 
 # B: samples, R: rows, C: positions, D: columns of a position, H: heads, K: columns of a head, L: most positions of a sample
 

@@ -12,13 +12,13 @@ from nn.embedding.declared_tables import Tables
 from nn.layers import hstu
 from nn.layers.hstu import SampleParts
 from nn.layers.pooled_embeddings import PooledEmbeddings
+from nn.layers.sequence import rows_at
 from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import PositionDropout, RelativeBias, STULayer, SwishMLP, kept_columns
 from nn.models.event_features import find_events
 from nn.models.model import Activations, Model
 from nn.models.options import AttentionNorm, HSTUOptions, QueryTime
 from nn.ops.hstu_attention import JaggedPositions
-from nn.ops.jagged import rows_at
 
 # B: samples, N: numerical features, K: context vectors, M: candidates, P: positions, D: columns of a position
 

@@ -5,19 +5,16 @@ hold anything, NaN too: what is returned for them is zero, and so is their gradi
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding
 
 # B: samples, C: positions, D: columns (any number of dimensions), L: most positions of a sample, R: rows of a table.
 # Sizes are asked by `shape`, since `len` would be a constant of an exported program.
 
 Pooling = Literal["sum", "mean", "last"]
-FEW_ROWS, FEW_NUMBERS = 64, 2**16
-"""Up to so many rows, or numbers of a table, a GPU adds gradients up by products: torch takes a thread a column, or a sort."""
 
 
 class SamplePositions(Protocol):
@@ -45,41 +42,8 @@ class Positions:
 
 
 def rows_at(table: Tensor, index: Tensor) -> Tensor:
-    """Return the row of each position, [C, D], of a table [R, D]; its backward pass adds up a row's gradients in one order."""
-    is_ordered = not table.is_cuda or torch.compiler.is_exporting()  # as torch's own is there
-    return embedding(index, table) if is_ordered else _summed_in_order(table, index)
-
-
-class _RowsAt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
-        ctx.rows, ctx.index = table.shape[0], index
-        return embedding(index, table)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return row_sums(grad, ctx.index, ctx.rows), None
-
-
-_summed_in_order = torch.compiler.disable(_RowsAt.apply)
-
-
-def row_sums(grad: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Return the sums of the gradients [C, D] of each row at its positions, [R, D], in one order."""
-    if grad.is_cuda and rows <= max(FEW_ROWS, FEW_NUMBERS // grad.shape[1]):
-        # Only CUDA builds of torch include Triton.
-        from nn.ops.triton.row_sums import row_sums as by_products
-
-        return by_products(grad, index, rows)
-    # Otherwise torch 2.13 adds up the gradients of some hundred rows by atomics.
-    before = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        return torch.ops.aten.embedding_dense_backward(grad, index, rows, -1, False)
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)
+    """Return the row of each position, [C, D], of a table [R, D]."""
+    return embedding(index, table)
 
 
 def offsets(at: SamplePositions) -> tuple[Tensor, Tensor]:

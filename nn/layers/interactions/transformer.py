@@ -12,11 +12,11 @@ from dataloading.dataset.sequences import SequenceGroup
 from nn.layers.dropout import Dropout
 from nn.layers.initialization import truncated_normal_
 from nn.layers.mlp import linear_layers
-from nn.layers.sequence import LayerNorm, SamplePositions, ScoreBias, attend
+from nn.layers.sequence import LayerNorm, SamplePositions, ScoreBias, attend, rows_at
 from nn.layers.sequence_events import SequenceEvents
 from nn.ops.column_blocks import column_blocks
 from nn.ops.fused_linear import can_fuse
-from nn.ops.jagged import offsets, rows_at
+from nn.ops.jagged import offsets
 from nn.ops.jagged_attention import time_bucket
 
 # B: samples, C: positions of the events of all samples, D: columns of a token, H: heads

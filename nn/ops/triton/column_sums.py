@@ -1,4 +1,4 @@
-"""Column sums in a fixed order, of what many programs have added up or of a tall matrix; torch's sum gives few columns few programs."""
+"""Column sums in one order, of what programs have added up or of tall matrices; torch gives few columns few programs."""
 
 import torch
 import triton

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding
 
-from nn.ops import jagged
 from nn.ops.dropout_mask import DropoutMask
 from nn.ops.fused_linear import autocast_dtype
 from nn.ops.triton.column_sums import column_sums
@@ -23,8 +23,10 @@ from nn.ops.triton.dropout import apply_mask, is_kept, mask_arguments, row_bits
 
 BLOCK = 2048
 """Numbers that a program writes at once."""
+FEW_ROWS, FEW_NUMBERS = 64, 2**16
+"""Up to so many rows, or numbers of a table, gradients are added up by products: torch takes a thread a column, or a sort."""
 SUMS = {"R": 64, "P": 128, "num_warps": 4}
-"""Rows of a program of `row_sums`, and positions that it reads at once: of float32, which takes no tensor cores, `FLOAT32_P`."""
+"""Rows of a program of `few_row_sums`, and positions that it reads at once: of float32, without tensor cores, `FLOAT32_P`."""
 FLOAT32_P = 32
 SUM_PROGRAMS = 2048
 """Programs that share rows, columns and positions; a number of the GPU would change the order of sums."""
@@ -46,8 +48,41 @@ def sum_of_rows(
     return _SumOfRows.apply(tuple(indices), tuple(scales), mask, at, base, *tables)
 
 
+@torch.compiler.disable
+def rows_at(table: Tensor, index: Tensor) -> Tensor:
+    """Compute `nn.layers.sequence.rows_at`."""
+    return _RowsAt.apply(table, index)
+
+
+class _RowsAt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor) -> Tensor:
+        ctx.rows = table.shape[0]
+        ctx.save_for_backward(index)
+        return embedding(index, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return row_sums(grad, *ctx.saved_tensors, ctx.rows).to(grad.dtype), None
+
+
 def row_sums(grad: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Compute `nn.ops.jagged.row_sums` of few rows, in float32."""
+    """Return the sums of the gradients [C, D] of each row at its positions, [R, D], in one order."""
+    if rows <= max(FEW_ROWS, FEW_NUMBERS // grad.shape[1]):
+        return few_row_sums(grad, index, rows)
+    # Otherwise torch 2.13 adds up the gradients of some hundred rows by atomics.
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return torch.ops.aten.embedding_dense_backward(grad, index, rows, -1, False)
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+def few_row_sums(grad: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Compute `row_sums` in float32 by a kernel."""
     grad, (count, columns) = grad.contiguous(), grad.shape
     sizes = SUMS | {"C": min(max(triton.next_power_of_2(columns), 16), 128)}
     if grad.dtype is torch.float32:
@@ -101,7 +136,7 @@ class _SumOfRows(torch.autograd.Function):
         grad = grad.contiguous() if mask is None else apply_mask(grad, mask, at=at)
         found = []
         for index, scale, (rows, dtype) in zip(indices, scales, ctx.rows, strict=True):
-            of_table = jagged.row_sums(grad, index, rows).to(dtype)
+            of_table = row_sums(grad, index, rows).to(dtype)
             found.append(of_table if scale == 1 else of_table * scale)
         return None, None, None, None, grad if ctx.needs_input_grad[4] else None, *found
 

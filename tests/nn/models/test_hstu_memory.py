@@ -124,7 +124,10 @@ def without_kernels(monkeypatch):
     norms = "nn.ops.triton.layer_norm"
     for name in ("_norm", "_norm_gradient", "_gate", "_gate_gradient"):
         monkeypatch.setattr(f"{norms}.{name}", NoKernel())
-    monkeypatch.setattr("nn.ops.triton.row_sums._sum_of_rows", NoKernel())
+    sums = "nn.ops.triton.row_sums"
+    for kernel in ("_sum_of_rows", "_row_sums"):
+        monkeypatch.setattr(f"{sums}.{kernel}", NoKernel())
+    monkeypatch.setattr(f"{sums}.column_sums", lambda sums: sums.new_empty(sums.shape[1]))
     monkeypatch.setattr(f"{norms}.column_sums", lambda sums: sums.new_empty(sums.shape[1]))
 
 
