@@ -60,6 +60,7 @@ def test_interpreted_sums_are_exact(form, monkeypatch):
     from nn.ops.triton import row_sums as kernels
 
     monkeypatch.setattr(kernels, "BLOCK", 64)
+    monkeypatch.setattr(kernels, "SUM_PROGRAMS", 8)
     for columns in (16, 100):
         for count in (0, 1, 50):
             check(kernels.sum_of_rows, form, count, columns, "cpu", torch.float32)
