@@ -191,6 +191,11 @@ class CheckpointManager:
         return True
 
     @property
+    def is_writing(self) -> bool:
+        """Return whether this rank's writer is still running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def latest(self) -> Path | None:
         """Return the newest complete checkpoint that is visible on this host; None if the directory cannot be read."""
         try:

@@ -64,7 +64,8 @@ class _RowsAt(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return row_sums(grad, *ctx.saved_tensors, ctx.rows).to(grad.dtype), None
+        (index,) = ctx.saved_tensors
+        return row_sums(grad, index, ctx.rows).to(grad.dtype), None
 
 
 def row_sums(grad: Tensor, index: Tensor, rows: int) -> Tensor:
