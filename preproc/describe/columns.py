@@ -101,7 +101,8 @@ def count_columns(files: SourceFiles, config: PreprocConfig) -> list[Column]:
     ):
         engine.read("source_rows", files, lambda query: query)
         engine.rows(
-            f"CREATE TEMP TABLE sample_ AS SELECT * EXCLUDE (file_, order_) FROM source_rows LIMIT {MOST_ROWS}"
+            "CREATE TEMP TABLE sample_ AS SELECT * EXCLUDE (file_, order_) FROM source_rows "
+            f"LIMIT {MOST_ROWS}"
         )
         ((rows,),) = engine.rows("SELECT count(*) FROM sample_")
         if rows == 0:
@@ -126,10 +127,12 @@ def _count(engine: DuckDBEngine, column: Column, missing: list[str]) -> None:
     none = ", ".join(map(text, ["", *missing]))
     is_number = f"regexp_full_match(v, {text(NUMBER.pattern)})"
     engine.rows(
-        f"CREATE OR REPLACE TEMP TABLE values_ AS SELECT v, c, CASE WHEN {is_number} THEN try_cast(v AS DOUBLE) END AS n, v IS "
-        f"NOT NULL AND NOT {is_number} AND try_cast(v AS TIMESTAMP) IS NOT NULL AS t, lower(trim(v)) IN "
-        f"({', '.join(map(text, MISSING_WORDS))}) AS m FROM (SELECT CASE WHEN x NOT IN ({none}) THEN x END AS v, count(*) AS c "
-        f"FROM (SELECT CAST({value} AS VARCHAR) AS x FROM sample_) GROUP BY ALL)"
+        "CREATE OR REPLACE TEMP TABLE values_ AS SELECT v, c, "
+        f"CASE WHEN {is_number} THEN try_cast(v AS DOUBLE) END AS n, "
+        f"v IS NOT NULL AND NOT {is_number} AND try_cast(v AS TIMESTAMP) IS NOT NULL AS t, "
+        f"lower(trim(v)) IN ({', '.join(map(text, MISSING_WORDS))}) AS m FROM "
+        f"(SELECT CASE WHEN x NOT IN ({none}) THEN x END AS v, count(*) AS c FROM "
+        f"(SELECT CAST({value} AS VARCHAR) AS x FROM sample_) GROUP BY ALL)"
     )
     sums = {
         "missing": "v IS NULL",

@@ -74,10 +74,12 @@ def read_listens(config: PreprocConfig, sizes: Sizes, work: Path) -> Iterator[Li
     ids = {"uid": sizes.users, "item_id": sizes.items}
     _check(connection, file, ids | dict.fromkeys(("timestamp", "event_type", "is_organic")))
     query = (
-        "SELECT uid::BIGINT, timestamp::BIGINT, item_id::BIGINT, CASE event_type::VARCHAR WHEN 'like' THEN 2 WHEN 'listen' "
-        "THEN CASE WHEN coalesce(played_ratio_pct, 0) >= 50 THEN 1 ELSE 4 END ELSE 0 END, event_type::VARCHAR = 'listen', "
-        f"is_organic::BOOLEAN FROM read_parquet('{path}', file_row_number=true) WHERE timestamp < {END} ORDER BY uid, "
-        "timestamp, file_row_number"
+        "SELECT uid::BIGINT, timestamp::BIGINT, item_id::BIGINT, "
+        "CASE event_type::VARCHAR WHEN 'like' THEN 2 WHEN 'listen' THEN "
+        "CASE WHEN coalesce(played_ratio_pct, 0) >= 50 THEN 1 ELSE 4 END ELSE 0 END, "
+        "event_type::VARCHAR = 'listen', is_organic::BOOLEAN "
+        f"FROM read_parquet('{path}', file_row_number=true) WHERE timestamp < {END} "
+        "ORDER BY uid, timestamp, file_row_number"
     )
     held: list[Listens] = []
     with _errors_explained(file):

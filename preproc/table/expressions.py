@@ -106,8 +106,9 @@ def not_a_number(value: str, number: str) -> str:
     """Return the condition that the column `value` is not missing, and its `number` not a finite one."""
     as_text = f"CAST({value} AS STRING)"
     return (
-        f"(NOT coalesce(abs({number}) <= {LARGEST_DOUBLE}, false) AND {value} IS NOT NULL AND {as_text} <> '' AND "
-        f"lower(trim({as_text})) NOT IN ('nan', '+nan', '-nan') OR {only_duckdb_reads(value)})"
+        f"(NOT coalesce(abs({number}) <= {LARGEST_DOUBLE}, false) AND {value} IS NOT NULL "
+        f"AND {as_text} <> '' AND lower(trim({as_text})) NOT IN ('nan', '+nan', '-nan') "
+        f"OR {only_duckdb_reads(value)})"
     )
 
 
@@ -187,8 +188,10 @@ def split_of(
     if rule.by == "last_file":
         file, middle = last
         # A row of a query may be of no file.
-        of_test = f"WHEN row_ < {middle} THEN 'test' ELSE 'validation' END"
-        return f"CASE WHEN NOT coalesce(file_ = {file}, false) THEN 'train' {of_test}"
+        return (
+            f"CASE WHEN NOT coalesce(file_ = {file}, false) THEN 'train' "
+            f"WHEN row_ < {middle} THEN 'test' ELSE 'validation' END"
+        )
     return f"CASE WHEN row_ < {int(rows * Fraction(str(train)))} THEN 'train' ELSE 'test' END"
 
 

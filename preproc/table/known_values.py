@@ -77,8 +77,9 @@ def note_of_twins(rows: Rows, counts: str, name: str) -> str | None:
     changed = f"SELECT value, {alike} AS alike FROM {counts} WHERE ({may}) AND {alike} <> value"
     # The other writing is a value that does not change itself.
     twins = (
-        "SELECT least(min(c.value), min(k.value)) AS one, greatest(max(c.value), max(k.value)) AS other, count(*) + "
-        f"count(DISTINCT k.value) AS texts FROM ({changed}) AS c LEFT JOIN {counts} AS k ON c.alike = k.value GROUP BY c.alike"
+        "SELECT least(min(c.value), min(k.value)) AS one, greatest(max(c.value), max(k.value)) AS other, "
+        "count(*) + count(DISTINCT k.value) AS texts "
+        f"FROM ({changed}) AS c LEFT JOIN {counts} AS k ON c.alike = k.value GROUP BY c.alike"
     )
     found = rows(
         f"SELECT one, other, sum(texts) OVER (), count(*) OVER () FROM ({twins}) WHERE texts > 1 ORDER BY one LIMIT 1"

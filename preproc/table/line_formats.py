@@ -120,9 +120,10 @@ def _items(source: Source, file: RawFile) -> str:
     wrong = text(f"no line of {source.format}, which is {WANTED[str(source.format)]}: ")
     # A filter, since columns that nothing reads are not computed.
     return (
-        f"(SELECT split_part(line_, ' ', 1) AS label_, string_split(line_, ' ')[2:] AS items_ FROM (SELECT {bare} AS line_ FROM "
-        f"{lines}) WHERE line_ <> '' AND CASE WHEN regexp_full_match(line_, {text(LINE[str(source.format)])}) THEN true ELSE "
-        f"error({wrong} || line_[:80]) END)"
+        "(SELECT split_part(line_, ' ', 1) AS label_, string_split(line_, ' ')[2:] AS items_ "
+        f"FROM (SELECT {bare} AS line_ FROM {lines}) WHERE line_ <> '' AND "
+        f"CASE WHEN regexp_full_match(line_, {text(LINE[str(source.format)])}) THEN true "
+        f"ELSE error({wrong} || line_[:80]) END)"
     )
 
 

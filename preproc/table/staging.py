@@ -465,8 +465,10 @@ class Staging:
             )
             binary = isinstance(row_number, Label) and row_number.kind == "binary"
             kind = kinds[name]
-            made = _binary(name, kind, title) if binary else _number(name, key, title, kind)
-            value, mistakes = made
+            if binary:
+                value, mistakes = _binary(name, kind, title)
+            else:
+                value, mistakes = _number(name, key, title, kind)
             columns.append(f"{value} AS {name}")
             reasons += mistakes
         for i, numerical in enumerate(table.numerical):
@@ -635,11 +637,11 @@ def _number(name: str, key: str, title: str, kind: str) -> tuple[str, list[str]]
         "keep_rate": (f"{number} > 0 AND {number} <= 1", "a number above 0 and at most 1"),
         "teacher": (f"{number} BETWEEN 0 AND 1", "a number from 0 to 1"),
     }[key]
-    is_missing_, unread = f"coalesce(CAST({name} AS STRING), '') = ''", only_duckdb_reads(name)
+    empty, unread = f"coalesce(CAST({name} AS STRING), '') = ''", only_duckdb_reads(name)
     if kind in FLOAT_TYPES or EXACT_TYPE.fullmatch(kind):
-        is_missing_, unread = f"{name} IS NULL", "false"
+        empty, unread = f"{name} IS NULL", "false"
     return number, [
-        f"WHEN {is_missing_} THEN {text(f'{title} is missing')}",
+        f"WHEN {empty} THEN {text(f'{title} is missing')}",
         f"WHEN NOT coalesce({good}, false) OR {unread} "
         f"THEN {text(f'{title} is ')} || {shown_value(name)} || {text(f', wanted {wanted}')}",
     ]

@@ -40,8 +40,9 @@ def slice_histories(journal: Journal, rows: Ordered) -> None:
         earlier = "coalesce(t.earlier_, 0)"
         journal.query(
             f"slices_{i}",
-            f"SELECT r.row_, coalesce(u.first_, 0) + {earlier} AS stop_, least({earlier}, {history.length}) AS length_ FROM "
-            f"({both}) AS r LEFT JOIN {line} AS t ON r.source_ = t.row_ LEFT JOIN {users} AS u ON t.who_ = u.who_ ORDER BY row_",
+            f"SELECT r.row_, coalesce(u.first_, 0) + {earlier} AS stop_, least({earlier}, {history.length}) AS length_ "
+            f"FROM ({both}) AS r LEFT JOIN {line} AS t ON r.source_ = t.row_ "
+            f"LEFT JOIN {users} AS u ON t.who_ = u.who_ ORDER BY row_",
         )
 
 
@@ -61,7 +62,8 @@ def history_ids(
 def _timeline(number: int, table: TableConfig, split: str) -> str:
     """Return a query (row_, who_, value, item_, earlier_) with one row per row whose user and time are known.
 
-    `value` is null unless the row is an item, `item_` counts the user's items up to it, and `earlier_` those of earlier times.
+    `value` is null unless the row is an item, `item_` counts the items of the user up to it, and `earlier_` those with
+    an earlier time.
     """
     history = table.history[number]
     column = [feature.name for feature in table.categorical].index(history.of)
