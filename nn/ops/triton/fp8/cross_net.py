@@ -14,7 +14,6 @@ from nn.ops.triton.cross_net import layer_gradients
 from nn.ops.triton.fp8.quantise import (
     BLOCK_C,
     BLOCK_R,
-    BLOCKS_OF_ROWS,
     NUM_WARPS,
     OPTIONS,
     activate,
@@ -67,26 +66,26 @@ def cross_backward(
 @triton.jit
 def _add_product(x, x0, factor_of_x0, out, rows, words, scales, num_rows, num_columns):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
+    word = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    inside = (word * 4 < num_rows) & (column < num_columns)
     scale = tl.load(scales[0])
     largest = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for block in range(BLOCKS_OF_ROWS):
-        word = first + block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-        inside = (word * 4 < num_rows) & (column < num_columns)
-        packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-        for byte in tl.static_range(4):
-            offset = (word * 4 + byte) * num_columns + column
-            u = load(factor_of_x0, offset, inside)
-            value = load(x, offset, inside) + load(x0, offset, inside) * u
-            rounded = value.to(x.dtype.element_ty)
-            if out is not None:
-                tl.store(out + offset, rounded, mask=inside)
-            # The 8 bits are those of the 16-bit result, as without this fusion.
-            value = rounded.to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(value))
-            packed |= store_rounded(value, rows + offset, inside, scale, byte)
-        if words is not None:
-            store_words(packed, words, first + block * BLOCK_R, num_rows, num_columns)
+    values = ()
+    at = word * 4 * num_columns + column
+    for byte in tl.static_range(4):
+        offset = at + byte * num_columns
+        u = load(factor_of_x0, offset, inside)
+        value = load(x, offset, inside) + load(x0, offset, inside) * u
+        rounded = value.to(x.dtype.element_ty)
+        if out is not None:
+            tl.store(out + offset, rounded, mask=inside)
+        # The 8 bits are those of the 16-bit result, as without this fusion.
+        value = rounded.to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+        values += (value,)
+    packed = store_rounded(values, rows + at, num_columns, inside, scale)
+    if words is not None:
+        store_words(packed, words, num_rows, num_columns)
     tl.atomic_max(scales[1], tl.max(largest), sem="relaxed")
 
 
@@ -107,32 +106,32 @@ def _cross_backward(
     NUM_LAYERS: tl.constexpr,
 ):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
+    word = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    inside = (word * 4 < num_rows) & (column < num_columns)
     scale = tl.load(scales[0])
     # The elements of all layers may exceed 32 bits.
     layer = tl.full((), 1, tl.int64) * num_rows * num_columns
     largest = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for block in range(BLOCKS_OF_ROWS):
-        word = first + block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-        inside = (word * 4 < num_rows) & (column < num_columns)
-        packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-        for byte in tl.static_range(4):
-            offset = (word * 4 + byte) * num_columns + column
-            grad_u, grad_x0 = layer_gradients(
-                grad, products, x0, factors, offset, inside, layer, INDEX, NUM_LAYERS
-            )
-            total += grad_u
-            if INDEX == 0:
-                tl.store(products + offset, grad_x0.to(products.dtype.element_ty), mask=inside)
-            rounded = grad_u.to(x0.dtype.element_ty)
-            if wide is not None:
-                tl.store(wide + offset, rounded, mask=inside)
-            value = rounded.to(tl.float32)
-            largest = tl.maximum(largest, tl.abs(value))
-            packed |= store_rounded(value, rows + offset, inside, scale, byte)
-        if words is not None:
-            store_words(packed, words, first + block * BLOCK_R, num_rows, num_columns)
+    values = ()
+    at = word * 4 * num_columns + column
+    for byte in tl.static_range(4):
+        offset = at + byte * num_columns
+        grad_u, grad_x0 = layer_gradients(
+            grad, products, x0, factors, offset, inside, layer, INDEX, NUM_LAYERS
+        )
+        total += grad_u
+        if INDEX == 0:
+            tl.store(products + offset, grad_x0.to(products.dtype.element_ty), mask=inside)
+        rounded = grad_u.to(x0.dtype.element_ty)
+        if wide is not None:
+            tl.store(wide + offset, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+        values += (value,)
+    packed = store_rounded(values, rows + at, num_columns, inside, scale)
+    if words is not None:
+        store_words(packed, words, num_rows, num_columns)
     tl.atomic_max(scales[1], tl.max(largest), sem="relaxed")
     partial_sum = partial_sums + tl.program_id(1) * num_columns + column
     tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < num_columns)

@@ -16,14 +16,30 @@ from nn.ops.triton.layer_norm import load
 
 WORD = 4
 """Rows of a word; `MULTIPLE` rows are whole words."""
-BLOCK_R, BLOCK_C, BLOCKS_OF_ROWS = tl.constexpr(32), tl.constexpr(64), tl.constexpr(2)
-"""A program processes `BLOCKS_OF_ROWS` blocks of `WORD` * `BLOCK_R` rows in sequence."""
+BLOCK_R, BLOCK_C = tl.constexpr(32), tl.constexpr(64)
+"""Words of a column and columns of a program."""
 NUM_WARPS = 8
 OPTIONS = {"num_warps": NUM_WARPS, "maxnreg": 64}
 """More registers of a thread would let fewer warps wait for memory at a time: of these, four programs run at once."""
-# Of GELU's gradient, transposed too or not.
-GELU_GRADIENT = {True: {"num_warps": 4, "maxnreg": 128}, False: {"maxnreg": 80}}
-ROWS_OF_PROGRAM = WORD * BLOCK_R * BLOCKS_OF_ROWS
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""Triton's interpreter knows no assembly."""
+TO_WORD = """{{ .reg .b16 low, high;
+cvt.rn.satfinite.{0}x2.f32 low, $2, $1;
+cvt.rn.satfinite.{0}x2.f32 high, $4, $3;
+mov.b32 $0, {{low, high}}; }}"""
+TO_E4M3, TO_E5M2 = (tl.constexpr(TO_WORD.format(name)) for name in ("e4m3", "e5m2"))
+"""Rounds four values to a word; by Triton's own conversions each value would be taken out of its pair again."""
+BYTES_OF_WORDS = tl.constexpr("""{ .reg .b32 a, b, c, d;
+prmt.b32 a, $4, $5, 0x5140;
+prmt.b32 b, $6, $7, 0x5140;
+prmt.b32 c, $4, $5, 0x7362;
+prmt.b32 d, $6, $7, 0x7362;
+prmt.b32 $0, a, b, 0x5410;
+prmt.b32 $1, a, b, 0x7632;
+prmt.b32 $2, c, d, 0x5410;
+prmt.b32 $3, c, d, 0x7632; }""")
+"""Takes four words of neighbouring columns apart into their bytes 0, 1, 2 and 3."""
+ROWS_OF_PROGRAM = WORD * BLOCK_R
 
 
 def activate(
@@ -65,8 +81,7 @@ def quantise(
     """
     matrix, words = allocate(x, dtype, scale, transposed=transposed)
     tensors = x, activation, bias, matrix.rows, words, wide, partial_sums
-    options = OPTIONS if activation is None or bias is None else OPTIONS | GELU_GRADIENT[transposed]
-    _quantise[grid(x)](*tensors, (scale.factor, scale.latest), *x.shape[-2:], **options)
+    _quantise[grid(x)](*tensors, (scale.factor, scale.latest), *x.shape[-2:], **OPTIONS)
     return matrix
 
 
@@ -93,44 +108,44 @@ def grid(x: Tensor) -> tuple[int, int, int]:
 @triton.jit
 def _quantise(x, activation, bias, rows, words, wide, sums, scales, num_rows, num_columns):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_R
+    word = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    inside = (word * 4 < num_rows) & (column < num_columns)
     matrix = tl.program_id(2).to(tl.int64)
     scale = tl.load(scales[0])
     if bias is not None:
         shift = load(bias, matrix * num_columns + column, column < num_columns)
     largest = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     total = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
-    for block in range(BLOCKS_OF_ROWS):
-        word = first + block * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-        inside = (word * 4 < num_rows) & (column < num_columns)
-        packed = tl.zeros((BLOCK_R, BLOCK_C), tl.int32)
-        for byte in tl.static_range(4):
-            offset = (matrix * num_rows + word * 4 + byte) * num_columns + column
-            if activation is None and bias is not None:
-                # Far below 0, where GELU is 0, whatever the bias of rows that are not there.
-                value = tl.load(x + offset, mask=inside, other=-1e4).to(tl.float32) + shift
-                value = tl.maximum(value, 0.0) - tl.abs(value) * tail(value)
+    values = ()
+    at = (matrix * num_rows + word * 4) * num_columns + column
+    for byte in tl.static_range(4):
+        offset = at + byte * num_columns
+        if activation is None and bias is not None:
+            # Far below 0, where GELU is 0, whatever the bias of rows that are not there.
+            value = tl.load(x + offset, mask=inside, other=-1e4).to(tl.float32) + shift
+            value = tl.maximum(value, 0.0) - tl.abs(value) * tail(value)
+        else:
+            value = load(x, offset, inside)
+        if activation is not None:
+            result = load(activation, offset, inside)
+            if bias is None:
+                # Like torch, the kernel passes the gradient where the activation is NaN.
+                value = tl.where(result <= 0, 0.0, value)
             else:
-                value = load(x, offset, inside)
-            if activation is not None:
-                result = load(activation, offset, inside)
-                if bias is None:
-                    # Like torch, the kernel passes the gradient where the activation is NaN.
-                    value = tl.where(result <= 0, 0.0, value)
-                else:
-                    result += shift
-                    share = tail(result)
-                    density = 0.3989422804014327 * tl.exp2(result * result * -0.7213475204444817)
-                    value *= tl.where(result < 0, share, 1 - share) + result * density
-            if sums is not None:
-                total += value
-            if wide is not None:
-                tl.store(wide + offset, value.to(wide.dtype.element_ty), mask=inside)
-            largest = tl.maximum(largest, tl.abs(value))
-            packed |= store_rounded(value, rows + offset, inside, scale, byte)
-        if words is not None:
-            of_matrix = words + matrix * num_columns * (num_rows // 4)
-            store_words(packed, of_matrix, first + block * BLOCK_R, num_rows, num_columns)
+                result += shift
+                share = tail(result)
+                density = 0.3989422804014327 * tl.exp2(result * result * -0.7213475204444817)
+                value *= tl.where(result < 0, share, 1 - share) + result * density
+        if sums is not None:
+            total += value
+        if wide is not None:
+            tl.store(wide + offset, value.to(wide.dtype.element_ty), mask=inside)
+        largest = tl.maximum(largest, tl.abs(value))
+        values += (value,)
+    packed = store_rounded(values, rows + at, num_columns, inside, scale)
+    if words is not None:
+        of_matrix = words + matrix * num_columns * (num_rows // 4)
+        store_words(packed, of_matrix, num_rows, num_columns)
     if sums is not None:
         at = (tl.program_id(1) * tl.num_programs(2) + matrix) * num_columns + column
         tl.store(sums + at, tl.sum(total, 0)[None, :], mask=column < num_columns)
@@ -151,37 +166,44 @@ def tail(x):
 
 
 @triton.jit
-def store_rounded(value, rows, inside, scale, byte: tl.constexpr):
-    """Store float32 values in 8 bits, and return them as bytes of words.
+def store_rounded(values, rows, num_columns, inside, scale):
+    """Store float32 values of four rows in 8 bits, and return them as words, int32: a row's byte is number 0 to 3.
 
-    A GPU rounds what is too large to the largest number, and NaN stays NaN.
+    `rows`: where those of the first row lie. What is too large becomes the largest number, and NaN stays NaN.
     """
-    small = (value * scale).to(rows.dtype.element_ty)
-    tl.store(rows, small, mask=inside)
-    return bits_of_word(small, byte)
-
-
-@triton.jit
-def bits_of_word(small, byte: tl.constexpr):
-    """Return 8-bit values as byte number `byte` of words, int32.
-
-    The bits are those of 16-bit floats, which hold them exactly: ptxas 12.8 crashes on bytes of vectors that are stored too.
-    """
-    bits = small.to(tl.float16)
-    if small.dtype == tl.float8e5:
-        bits = bits.to(tl.int16, bitcast=True)
+    small = ()
+    for byte in tl.static_range(4):
+        small += (values[byte] * scale,)
+    if INTERPRETED:
+        words = tl.zeros_like(inside).to(tl.int32)
+        parts = ()
+        for byte in tl.static_range(4):
+            bits = small[byte].to(rows.dtype.element_ty).to(tl.uint8, bitcast=True)
+            parts += (bits,)
+            words |= bits.to(tl.int32) << (8 * byte)
     else:
-        # The exponent's bias is 8 less, and its first bit, which is then 0, is shifted out behind the sign.
-        bits = (bits * 0.00390625).to(tl.int16, bitcast=True)
-        bits += bits & 0x7FFF
-    bits = bits.to(tl.int32) & 0xFF00
-    return bits >> 8 if byte == 0 else bits << (8 * byte - 8)
+        asm: tl.constexpr = TO_E4M3 if rows.dtype.element_ty == tl.float8e4nv else TO_E5M2
+        words = tl.inline_asm_elementwise(
+            asm, "=r,f,f,f,f", small, dtype=tl.int32, is_pure=True, pack=1
+        )
+        parts = tl.inline_asm_elementwise(
+            BYTES_OF_WORDS,
+            "=r,=r,=r,=r,r,r,r,r",
+            [words],
+            dtype=(tl.int8,) * 4,
+            is_pure=True,
+            pack=4,
+        )
+    for byte in tl.static_range(4):
+        part = parts[byte].to(rows.dtype.element_ty, bitcast=True)
+        tl.store(rows + byte * num_columns, part, mask=inside)
+    return words
 
 
 @triton.jit
-def store_words(packed, words, first, num_rows, num_columns):
-    """Store words [BLOCK_R, BLOCK_C] of four rows each transposed, from word `first` of each column; four by a thread."""
+def store_words(packed, words, num_rows, num_columns):
+    """Store a program's words [BLOCK_R, BLOCK_C] of four rows each transposed; four by a thread."""
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[:, None]
-    word = first + tl.arange(0, BLOCK_R)[None, :]
+    word = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)[None, :]
     inside = (word < num_rows // 4) & (column < num_columns)
     tl.store(words + column.to(tl.int64) * (num_rows // 4) + word, tl.trans(packed), mask=inside)
