@@ -5,6 +5,7 @@ terms. The elementwise operations write the 8 bits that the next product reads.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from nn.ops.fp8 import (
 )
 from nn.ops.fused_linear import weight_gradient
 from nn.ops.gradient_buffer import take_buffer
+from nn.ops.stream_waits import stream_for
 
 # B: samples, C: columns of x0, R: rank of the weight (C for a full weight), L: layers, u: [B, C], factor of x0, n: matrices,
 # T: tokens, D: columns of a token, K: columns of its hidden layer
@@ -36,6 +38,7 @@ HISTORY = 16
 """Passes whose largest values a scale takes into account."""
 ROOM = {INPUT: 2.0, GRADIENT: 16.0}
 """Times that a value may exceed the largest one of these passes, at least, before it is rounded down."""
+SCALES = "scales of per-token networks"
 FIRST_LARGEST = 16.0
 """Taken for the largest value of an input before any pass; that of a gradient is 1 / rows of the global batch."""
 
@@ -290,7 +293,10 @@ class Fp8Network(Fp8Scales):
         return _Fp8Pass.apply(x, self.begin_pass(up, down, up_bias), up, down, up_bias)
 
     def begin_pass(self, up: Tensor, down: Tensor, up_bias: Tensor) -> "NetworkPass":
-        return NetworkPass(self.begin(), self.weight_gradients, up, down, up_bias)
+        """Begin a pass; a GPU computes its scales beside what comes before the products, which wait for them."""
+        with on_stream_of_scales(up):
+            scales = self.begin()
+        return NetworkPass(scales, self.weight_gradients, up, down, up_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +312,8 @@ class NetworkPass:
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the output [T, B, D], and what `backward` needs."""
         ops = ops_for(x)
+        if x.is_cuda:
+            torch.cuda.current_stream().wait_stream(stream_for(SCALES, x.device))
         # Weights change slowly; reading these for their own largest values would take 2 % of passes of 4,096 samples.
         up = ops.quantise(self.up.detach(), INPUT, self.scales[4], transposed=True)
         down = ops.quantise(self.down.detach(), INPUT, self.scales[5], transposed=True)
@@ -333,6 +341,15 @@ class NetworkPass:
         of_up = gradient_of_weight(small, wide, (x, x_inverse), self.up)
         of_x = product(small, Fp8Matrix(up, up_inverse), grad.dtype)
         return of_x, of_up, of_down, bias_sum.view_as(self.up_bias).to(self.up_bias.dtype)
+
+
+def on_stream_of_scales(x: Tensor) -> AbstractContextManager:
+    """Return a context in which a GPU waits for what is queued, and works beside what is queued after it."""
+    if not x.is_cuda:
+        return nullcontext()
+    stream = stream_for(SCALES, x.device)
+    stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
 
 
 def padded(x: Tensor) -> Tensor:
