@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from nn.layers.fp8 import Fp8Network
 from nn.layers.initialization import truncated_glorot_, truncated_normal_
+from nn.layers.mlp import round_up
 from nn.layers.pass_state import PassLayer
 
 # B: samples, T: tokens, D: columns of a token, E: experts of a token, K: columns of an expert's hidden layer
@@ -30,7 +31,14 @@ class PerTokenLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [T, B, inputs] to [T, B, outputs]."""
-        return torch.baddbmm(self.bias.to(x.dtype), x, self.weight.to(x.dtype))
+        inputs, outputs = self.weight.shape[1:]
+        if inputs >= outputs:
+            return torch.baddbmm(self.bias.to(x.dtype), x, self.weight.to(x.dtype))
+        # `baddbmm` writes the bias to all outputs before it adds to them; here it is the weight of an input that is 1.
+        more = round_up(inputs + 1) - inputs
+        weight = torch.cat([self.weight, self.bias], dim=1)
+        weight = nn.functional.pad(weight, (0, 0, 0, more - 1)).to(x.dtype)
+        return torch.bmm(nn.functional.pad(x, (0, more), value=1.0), weight)
 
 
 class PerTokenExperts(nn.Module):

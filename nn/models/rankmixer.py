@@ -123,4 +123,4 @@ class RankMixer(VectorModel):
         tokens = self.tokens(pieces).to(x.dtype)
         for block in self.blocks:
             tokens = block(tokens)
-        return self.towers([tokens.mean(0)] * self._tasks)
+        return self.towers([tokens.sum(0) / len(tokens)] * self._tasks)

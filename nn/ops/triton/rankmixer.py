@@ -151,7 +151,9 @@ def _norm_gradient(
     # A program without samples writes sums of zero.
     of_norm = x.new_empty(programs * tokens, 2 * columns, dtype=torch.float32)
     of_bias = x.new_empty(programs, tokens * columns, dtype=torch.float32)
-    tensors = grad.contiguous(), x, y, y_bias, *norm, of_sum, of_norm, of_bias
+    # That of the mean over the tokens is the same for each of them, and lies there once.
+    grad = grad if grad[0].is_contiguous() else grad.contiguous()
+    tensors = grad, x, y, y_bias, *norm, of_sum, of_norm, of_bias, grad.stride(0)
     # Of wider rows one warp has too few registers.
     wide = {"num_warps": shape.BLOCK_C // 512, "maxnreg": 128}
     launch = NORM_GRADIENT if shape.BLOCK_C <= BACKWARD else wide
@@ -218,11 +220,26 @@ def _norm(x, y, y_bias, weight, bias, out, samples, eps, S: tl.constexpr):
 
 @triton.jit(do_not_specialize=["samples"])
 def _norm_backward(
-    grad, x, y, y_bias, weight, bias, of_sum, of_norm, of_bias, samples, eps, S: tl.constexpr
+    grad,
+    x,
+    y,
+    y_bias,
+    weight,
+    bias,
+    of_sum,
+    of_norm,
+    of_bias,
+    grad_stride,
+    samples,
+    eps,
+    S: tl.constexpr,
 ):
     column, factor, _ = parameters(weight, bias, S)
     of_weight, of_shift, of_token = zeros(S), zeros(S), zeros(S)
-    at = tl.program_id(0) % S.T * S.C + column
+    token = tl.program_id(0) % S.T
+    at = token * S.C + column
+    # Offsets contain the token's samples.
+    grad += token.to(tl.int64) * (grad_stride - samples * S.C)
     # In the loop it would be loaded for each block, by other threads than those that add it.
     y_shift = 0.0 if S.MIXES else load(y_bias, at, column < S.C)
     first, programs = tl.program_id(0) // S.T, tl.num_programs(0) // S.T
