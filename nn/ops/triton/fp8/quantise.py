@@ -11,6 +11,7 @@ from torch import Tensor
 from nn.ops.fp8 import GRADIENT, INPUT, MULTIPLE, Fp8Matrix, Scale
 from nn.ops.triton.column_sums import column_sums
 from nn.ops.triton.layer_norm import load
+from nn.ops.triton.rankmixer import gelu, gelu_slope
 
 # R: rows, C: columns, B: samples, T: tokens
 
@@ -123,7 +124,7 @@ def _quantise(x, activation, bias, rows, words, wide, sums, scales, num_rows, nu
         if activation is None and bias is not None:
             # Far below 0, where GELU is 0, whatever the bias of rows that are not there.
             value = tl.load(x + offset, mask=inside, other=-1e4).to(tl.float32) + shift
-            value = tl.maximum(value, 0.0) - tl.abs(value) * tail(value)
+            value = gelu(value, EXACT=False)
         else:
             value = load(x, offset, inside)
         if activation is not None:
@@ -132,10 +133,7 @@ def _quantise(x, activation, bias, rows, words, wide, sums, scales, num_rows, nu
                 # Like torch, the kernel passes the gradient where the activation is NaN.
                 value = tl.where(result <= 0, 0.0, value)
             else:
-                result += shift
-                share = tail(result)
-                density = 0.3989422804014327 * tl.exp2(result * result * -0.7213475204444817)
-                value *= tl.where(result < 0, share, 1 - share) + result * density
+                value *= gelu_slope(result + shift, EXACT=False)
         if sums is not None:
             total += value
         if wide is not None:
@@ -151,18 +149,6 @@ def _quantise(x, activation, bias, rows, words, wide, sums, scales, num_rows, nu
         tl.store(sums + at, tl.sum(total, 0)[None, :], mask=column < num_columns)
     if scales[1] is not None:
         tl.atomic_max(scales[1], tl.max(largest), sem="relaxed")
-
-
-@triton.jit
-def tail(x):
-    """Return the normal distribution's share beyond |x|; it and |x| times it are exact to 1e-6.
-
-    Its logarithm is near to a polynomial, whose coefficients are fitted to both. `tl.erf` and fractions have more
-    instructions, which take longer than the memory's bytes.
-    """
-    x = tl.abs(x)
-    slope = -0.0523880646 + x * (0.00730068004 + x * -0.000502870884)
-    return tl.exp2(x * (-1.15107012 + x * (-0.459368169 + x * slope)) - 1)
 
 
 @triton.jit
