@@ -123,4 +123,6 @@ class RankMixer(VectorModel):
         tokens = self.tokens(pieces).to(x.dtype)
         for block in self.blocks:
             tokens = block(tokens)
-        return self.towers([tokens.sum(0) / len(tokens)] * self._tasks)
+        # Autocast would make it float32, and the gradient of every token too.
+        mean = tokens.sum(0, dtype=tokens.dtype) / len(tokens)
+        return self.towers([mean] * self._tasks)

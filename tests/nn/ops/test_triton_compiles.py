@@ -359,7 +359,7 @@ def build_fp8() -> None:
         build(fp8_cross_net._add_product, {"rows": "*fp8e4nv"}, **kind)
     for without in ("words", "wide"):
         kind = {"INDEX": 0, "NUM_LAYERS": 3, without: None}
-        kind |= {"aligned": sizes, "num_warps": fp8.NUM_WARPS}
+        kind |= {"aligned": sizes, **fp8_cross_net.OF_LAYERS}
         build(fp8_cross_net._cross_backward, {"rows": "*fp8e5"}, **kind)
 
 

@@ -93,6 +93,19 @@ def test_gradients_of_products_are_written_where_they_are_wanted():
         torch.testing.assert_close(one, parameter.grad, rtol=1e-4, atol=1e-4)
 
 
+@needs_no_gpu
+@pytest.mark.parametrize("sizes", [(4, 32, 2), (1, 32, 2)])
+def test_a_gradient_that_all_tokens_share_is_read_where_it_lies(sizes):
+    block = block_of(*sizes, "cpu")
+    x = torch.randn(sizes[0], 70, sizes[1], requires_grad=True)
+    leaves = [x, *block.parameters()]
+    grad = torch.randn(70, sizes[1]).expand(sizes[0], -1, -1)
+    out = by_kernels(block, x)
+    ours = torch.autograd.grad(out, leaves, grad, retain_graph=True)
+    wanted = torch.autograd.grad(out, leaves, grad.contiguous())
+    assert all(map(torch.equal, ours, wanted))
+
+
 @needs_one_gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_on_a_gpu_a_block_is_exact(dtype, set_tf32):

@@ -14,7 +14,6 @@ from nn.ops.triton.cross_net import layer_gradients
 from nn.ops.triton.fp8.quantise import (
     BLOCK_C,
     BLOCK_R,
-    NUM_WARPS,
     OPTIONS,
     activate,
     allocate,
@@ -29,6 +28,9 @@ from nn.ops.triton.layer_norm import load
 __all__ = ["activate", "add_product", "cross_backward", "quantise", "quantise_gradient"]
 
 # B: samples, C: columns of x0, L: layers, P: programs along the samples
+
+OF_LAYERS = OPTIONS | {"maxnreg": 80}
+"""Of a layer's gradient, which reads most matrices."""
 
 
 def add_product(
@@ -59,7 +61,7 @@ def cross_backward(
     partial_sums = x0.new_empty(programs[1], x0.shape[1], dtype=torch.float32)
     tensors = grad, products, x0, factors, matrix.rows, words, wide, partial_sums
     rest = (scale.factor, scale.latest), *x0.shape, index, len(factors)
-    _cross_backward[programs](*tensors, *rest, num_warps=NUM_WARPS)
+    _cross_backward[programs](*tensors, *rest, **OF_LAYERS)
     return matrix, wide, column_sums(partial_sums)
 
 

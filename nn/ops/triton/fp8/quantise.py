@@ -19,8 +19,7 @@ WORD = 4
 """Rows of a word; `MULTIPLE` rows are whole words."""
 BLOCK_R, BLOCK_C = tl.constexpr(32), tl.constexpr(64)
 """Words of a column and columns of a program."""
-NUM_WARPS = 8
-OPTIONS = {"num_warps": NUM_WARPS, "maxnreg": 64}
+OPTIONS = {"num_warps": 8, "maxnreg": 64}
 """More registers of a thread would let fewer warps wait for memory at a time: of these, four programs run at once."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Triton's interpreter knows no assembly."""
