@@ -121,15 +121,15 @@ def _adagrad(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.o
 
 def _adam(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     # Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
+    names, betas = ("lr", "eps", "weight_decay"), (config.beta1, config.beta2)
+    options: dict[str, Any] = {name: getattr(config, name) for name in names} | {"betas": betas}
+    if all(parameter.device.type == "cuda" for parameter in parameters):
+        # Only CUDA builds of torch include Triton.
+        from nn.ops.triton.dense_updates import FusedAdam
+
+        return FusedAdam(parameters, **options)
     kind = torch.optim.AdamW if config.weight_decay else torch.optim.Adam
-    return kind(
-        parameters,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    return kind(parameters, fused=True, **options)
 
 
 ADAGRAD = DenseRule(name="adagrad", build=_adagrad, states_per_weight=1, reads_device=True)

@@ -26,7 +26,7 @@ class TensorBlocks:
 
     `columns`: tensors per argument of the kernel, contiguous; the n-th ones of all columns have the same number of
     elements. `table`: per block the offset from the first tensor of each column, the number of elements, and the tensor
-    that begins there or -1; int64 [columns + 2, blocks]. `num_aligned`: blocks whose offsets and sizes are multiples of
+    n that begins there, or -1 - n of one that began before; int64 [columns + 2, blocks]. `num_aligned`: blocks whose offsets and sizes are multiples of
     `ALIGN`. They come first: a block that begins or ends between two vectors of a thread's registers is read number by
     number, and would slow down all others.
     """
@@ -40,7 +40,11 @@ class TensorBlocks:
         )
         most = BLOCK.value
         rows: list[tuple[int, ...]] = [
-            (*(start + begin for start in starts), min(size - begin, most), -1 if begin else index)
+            (
+                *(start + begin for start in starts),
+                min(size - begin, most),
+                ~index if begin else index,
+            )
             for index, (starts, size) in enumerate(zip(offsets, sizes, strict=True))
             for begin in range(0, size, most)
         ]

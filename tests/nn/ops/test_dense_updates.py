@@ -1,4 +1,4 @@
-"""The kernels of SGD and Adagrad, interpreted here and compiled on a GPU, compute what torch's do; so do casts."""
+"""The kernels of SGD, Adagrad and Adam, interpreted here and compiled on a GPU, compute what torch's do; so do casts."""
 
 import pytest
 import torch
@@ -52,6 +52,37 @@ def test_it_changes_nothing_when_something_is_not_finite():
     optimizer.step()
     assert all(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
     assert all(not state["step"] and not state["sum"].any() for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_it_computes_torchs_adam(decay, betas):
+    from nn.ops.triton.dense_updates import FusedAdam
+
+    ours, our_gradients = parameters_with_gradients()
+    theirs, their_gradients = parameters_with_gradients()
+    options = {"betas": betas, "eps": 1e-6, "weight_decay": decay}
+    rate = torch.tensor(0.1, device=DEVICE)
+    fused, torchs = FusedAdam(ours, lr=rate, **options), torch.optim.AdamW(theirs, 0.1, **options)
+    # A parameter that was frozen until now has no updates behind it, and one that was not has many.
+    for optimizer, weight in ((fused, ours[0]), (torchs, theirs[0])):
+        moments = {"exp_avg": torch.full_like(weight, 0.5), "exp_avg_sq": torch.ones_like(weight)}
+        state = optimizer.state[weight] or {"step": torch.tensor(0.0)}
+        state["step"].fill_(1000)
+        optimizer.state[weight] = state | moments
+    for step in range(4):
+        our_gradients.copy_(torch.randn(len(our_gradients), generator=torch.manual_seed(step)))
+        their_gradients.copy_(our_gradients)
+        is_skipped = step in (0, 2)
+        fused.found_inf = torch.tensor(float(is_skipped), device=DEVICE)
+        fused.step()
+        if not is_skipped:
+            torchs.step()
+    for weight, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-6, atol=1e-6)
+        for name, value in torchs.state[other].items():
+            found = fused.state[weight][name].cpu()
+            torch.testing.assert_close(found, value.cpu(), rtol=1e-6, atol=1e-7)
 
 
 def test_sgd_computes_torchs():

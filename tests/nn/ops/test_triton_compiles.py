@@ -44,7 +44,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there():
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("compiled") == 165
+    assert done.stdout.count("compiled") == 166
     # An optimizer without a branch, and a state of a kind that the kernel does not know.
     assert done.stdout.count("refused True") == 2
     # A warp that updates rows of one state does not wait for others, whether it notes the rows that it changes or not.
@@ -65,7 +65,7 @@ def run() -> None:
     from nn.embedding.triton_launcher import branch_of
     from nn.ops.triton import batch_norm, column_sums
     from nn.ops.triton.cross_net import _cross_backward
-    from nn.ops.triton.dense_updates import _dense_adagrad, _dense_sgd
+    from nn.ops.triton.dense_updates import _dense_adagrad, _dense_adam, _dense_sgd
     from nn.ops.triton.dot_interaction import Shape, _dot_forward_of_rows
     from nn.ops.triton.dropout import _dropout
     from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
@@ -107,9 +107,11 @@ def run() -> None:
         for tracking in (untracked, {})
     ]
     print("barriers of row-wise Adagrad:", barriers[0], "and", barriers[1])
-    dtypes = dict.fromkeys(("weights", "gradients", "sums", "steps", "rate", "found_inf"), "*fp32")
-    for kernel in (_dense_adagrad, _dense_sgd):
-        build(kernel, dtypes | {"blocks": "*i64"}, ALIGN=ALIGN)
+    names = "weights", "gradients", "sums", "means", "squares", "steps", "rate", "found_inf"
+    dtypes = dict.fromkeys(names, "*fp32") | {"blocks": "*i64"}
+    dtypes |= dict.fromkeys(("log_beta1", "log_beta2", "decay"), "fp32")
+    for kernel in (_dense_adagrad, _dense_adam, _dense_sgd):
+        build(kernel, dtypes, ALIGN=ALIGN)
     dtypes_of_cast = {"source": "*fp32", "target": "*bf16", "blocks": "*i64"}
     build(_cast, dtypes_of_cast, ALIGN=ALIGN)
     for branch in (
