@@ -38,7 +38,6 @@ class CudaGraph(Generic[Outputs]):
         # The graph holds addresses only, so the memory of the function must live as long as the graph.
         self._function: Callable[..., Outputs] | None = function
         self._inputs: list[Tensor] = [example.clone() for example in inputs]
-        self._words: list[Tensor] = [captured.view(torch.int32) for captured in self._inputs]
         current = torch.cuda.current_stream()
         stream = stream_for("captures", current.device) if stream is None else stream
         stream.wait_stream(current)
@@ -64,9 +63,9 @@ class CudaGraph(Generic[Outputs]):
     def load(self, *inputs: Tensor) -> None:
         """Queue the copy of new inputs; the current stream may overwrite their memory afterwards."""
         assert self.outputs is not None, "the graph is closed"
-        # As words of one dtype one kernel copies them all.
-        words = [new.view(torch.int32) for new in inputs]
-        torch._foreach_copy_(self._words, words, non_blocking=True)
+        # `torch._foreach_copy_` has one program per 65,536 numbers, which takes 15 us.
+        for captured, new in zip(self._inputs, inputs, strict=True):
+            captured.copy_(new, non_blocking=True)
 
     def replay(self) -> Outputs:
         """Queue the function on the inputs loaded last; the next call overwrites its outputs."""
@@ -79,7 +78,7 @@ class CudaGraph(Generic[Outputs]):
         _open.discard(self)
         self._graph.reset()
         self._function = self.outputs = None
-        self._inputs = self._words = []
+        self._inputs = []
 
 
 _open: WeakSet[CudaGraph] = WeakSet()
