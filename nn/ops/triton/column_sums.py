@@ -7,20 +7,18 @@ from torch import Tensor
 
 # R: rows, C: columns
 
-# Rows that a program adds up of a matrix that has no more, and of one that has; and what it reads at once.
-SHORT = {"ROWS": 4096, "R": 64, "C": 32}
-TALL = {"ROWS": 2048, "R": 32, "C": 64}
+SIZES = {"ROWS": 512, "R": 64, "C": 32}
+"""Rows that a program adds up, and rows and columns that it reads at once."""
 
 
 def column_sums(values: Tensor) -> Tensor:
     """Return the sums [C] in float32 of the columns of contiguous values [R, C]."""
     assert values.is_contiguous()
     num_rows, num_columns = values.shape
-    sizes = TALL if num_rows > SHORT["ROWS"] else SHORT
-    programs = max(triton.cdiv(num_rows, sizes["ROWS"]), 1)
+    programs = max(triton.cdiv(num_rows, SIZES["ROWS"]), 1)
     sums = values.new_empty(programs, num_columns, dtype=torch.float32)
-    grid = (triton.cdiv(num_columns, sizes["C"]), programs)
-    _column_sums[grid](values, sums, num_rows, num_columns, **sizes)
+    grid = (triton.cdiv(num_columns, SIZES["C"]), programs)
+    _column_sums[grid](values, sums, num_rows, num_columns, **SIZES)
     return sums[0] if programs == 1 else column_sums(sums)
 
 

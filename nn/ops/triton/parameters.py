@@ -13,9 +13,9 @@ from torch import Tensor
 
 from nn.ops.addresses import elements_between
 
-BLOCK = tl.constexpr(4096)
+BLOCK = tl.constexpr(1024)
 """Elements per program."""
-NUM_WARPS = 8
+NUM_WARPS = 4
 ALIGN = 16
 ALIGNMENT = 128
 """Elements; matrix products are fastest where matrices begin at such offsets."""

@@ -167,7 +167,7 @@ def run() -> None:
     for weights, kept, bottom in (("*fp32", "*bf16", "*bf16"), ("*bf16", "*fp32", "*fp16")):
         dtypes = {"weights": weights, "kept": kept, "bottom": bottom, "out": bottom, **of_rows}
         build(_dot_forward_of_rows, dtypes, num_warps=1, S=shape, KEEPS=True)
-    for values, sizes in (("*fp32", column_sums.SHORT), ("*bf16", column_sums.TALL)):
+    for values, sizes in (("*fp32", column_sums.SIZES), ("*bf16", column_sums.SIZES)):
         build(column_sums._column_sums, {"values": values, "sums": "*fp32"}, **sizes)
     names = ("num_valid", "mean", "rstd", "weight", "bias", "mean_sums")
     statistics = dict.fromkeys(names, "*fp32") | {"num_valid": "*i64", "columns": "i32"}
