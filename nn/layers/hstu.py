@@ -7,7 +7,7 @@ A sample is [context][events, oldest first][candidates]. B samples with K contex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,6 @@ from nn.layers.stu import RowsAt, SwishMLP, draw_normal_
 from nn.ops.hstu_attention import JaggedPositions
 
 # B: samples, C: events with room for, P: positions, K: context vectors, M: candidates, D: columns of a position
-
-ItemMLPs = Literal["position", "row", "item"]
 
 NO_TIME = 1e18
 """Age in seconds of positions without a time: in the last bucket."""
@@ -104,16 +102,15 @@ class SampleParts:
 class ItemVectors(nn.Module):
     """MLP(item) + MLP(additional features) of events and candidates.
 
-    `mlps` tells where the MLPs are computed: at every `position`; that of the item once per distinct `row`; or both once per
-    `item`, if its additional features follow from it, as an album does: what has two of them in a batch gives NaN. `columns` are
-    those of tables.
+    MLP(item) is computed once per distinct row. So is the other one if `once_per_item`, for features that follow from the item,
+    as an album does: what has two of them in a batch gives NaN. `columns` are those of tables.
     """
 
     def __init__(
-        self, columns: int, num_additional: int, hidden: int, width: int, mlps: ItemMLPs
+        self, columns: int, num_additional: int, hidden: int, width: int, *, once_per_item: bool
     ) -> None:
         super().__init__()
-        self._mlps = mlps
+        self._once_per_item = once_per_item
         self.item = SwishMLP(columns, hidden, width)
         self.additional = (
             SwishMLP(num_additional * columns, hidden, width) if num_additional else None
@@ -122,14 +119,9 @@ class ItemVectors(nn.Module):
     def kept(self) -> tuple[int, int]:
         """Return the columns that backward keeps of a position, and of a distinct row of the item."""
         at_position, at_row = 0, self.item.kept
-        if self._mlps == "position":
-            at_row += self.item.first.in_features
         if self.additional is not None:
             at_position = self.additional.kept + self.additional.first.in_features
-        if self._mlps == "row":
-            return at_position, at_row
-        both = at_position + at_row
-        return (0, both) if self._mlps == "item" else (both, 0)
+        return (0, at_position + at_row) if self._once_per_item else (at_position, at_row)
 
     def forward(self, rows: Sequence[Tensor], positions: Sequence[Tensor]) -> RowsAt:
         """Map tables' distinct rows, [R + 1, columns] of each feature, and positions [P] in them to rows of D columns at [P].
@@ -138,13 +130,9 @@ class ItemVectors(nn.Module):
         """
         item, *others = rows
         of_item, *of_others = positions
-        if self._mlps == "position":
-            vectors = self.item(rows_at(item, of_item))
-        elif self.additional is None:
+        if self.additional is None:
             return RowsAt(self.item(item), of_item)
-        elif self._mlps == "row":
-            vectors = rows_at(self.item(item), of_item)
-        else:
+        if self._once_per_item:
             indices = [self._of_rows(of_item, other, item.shape[0]) for other in of_others]
             joined = torch.cat(list(map(rows_at, others, indices)), dim=1)
             pairs = zip(indices, of_others, strict=True)
@@ -152,10 +140,8 @@ class ItemVectors(nn.Module):
             of_rows = self.item(item) + self.additional(joined)
             none_or_nan = torch.where(agree, 0.0, torch.nan).to(of_rows.dtype)
             return RowsAt(of_rows + none_or_nan, of_item)
-        if self.additional is not None:
-            joined = torch.cat(list(map(rows_at, others, of_others)), dim=1)
-            vectors = vectors + self.additional(joined)
-        return RowsAt.each(vectors)
+        joined = torch.cat(list(map(rows_at, others, of_others)), dim=1)
+        return RowsAt.each(rows_at(self.item(item), of_item) + self.additional(joined))
 
     @staticmethod
     def _of_rows(of_item: Tensor, other: Tensor, num_rows: int) -> Tensor:

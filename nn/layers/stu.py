@@ -221,13 +221,13 @@ def _has_kernel(q: Tensor, bias: Tensor | None) -> bool:
     return q.is_cuda and bias is None and not torch.compiler.is_exporting()
 
 
-def kept_columns(layers: Sequence[STULayer], before: int, *, only_candidates: bool) -> int:
-    """Return the columns that backward keeps of a position at its peak, in all layers and `before` them."""
+def kept_columns(layers: Sequence[STULayer], before: int) -> int:
+    """Return the columns that backward keeps of a position at its peak, in all layers, the last of candidates, and `before`."""
     *first, last = layers
-    kept = sum(layer.kept() for layer in first) + last.kept(only_candidates=only_candidates)
+    kept = sum(layer.kept() for layer in first) + last.kept(only_candidates=True)
     # Gradients of a layer's columns.
     widest = max(last.output.out_features, last.uvqk.out_features // 4)
-    return before + kept + widest * (2 if only_candidates else 6)
+    return before + kept + widest * 2
 
 
 class RelativeBias(nn.Module):

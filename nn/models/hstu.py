@@ -17,7 +17,7 @@ from nn.layers.sequence_events import SequenceEvents
 from nn.layers.stu import PositionDropout, RelativeBias, STULayer, SwishMLP, kept_columns
 from nn.models.event_features import find_events
 from nn.models.model import Activations, Model
-from nn.models.options import AttentionNorm, HSTUOptions, QueryTime
+from nn.models.options import AttentionNorm, HSTUOptions, ItemMLPs, QueryTime
 from nn.ops.hstu_attention import JaggedPositions
 
 # B: samples, N: numerical features, K: context vectors, M: candidates, P: positions, D: columns of a position
@@ -41,7 +41,8 @@ class HSTU(Model):
         self._more = self._num_context + inputs.num_candidates  # positions beside the events
         self._max_length = inputs.group.max_length + self._more
         additional = len(inputs.group.features) - 1
-        self.items = hstu.ItemVectors(columns, additional, hidden, width, options.item_mlps.value)
+        once = options.item_mlps is ItemMLPs.item
+        self.items = hstu.ItemVectors(columns, additional, hidden, width, once_per_item=once)
         self.actions = None
         if options.action is not None:
             self.actions = hstu.ActionVectors(
@@ -83,13 +84,13 @@ class HSTU(Model):
         """Return what positions and distinct rows keep, and the work of a sample of mean length."""
         options, inputs = self._options, self._found.inputs
         inner = options.heads * options.head_dim
-        layers, only = cast("list[STULayer]", list(self.layers)), options.last_layer_of_candidates
+        layers = cast("list[STULayer]", list(self.layers))
         at_position, at_row = self.items.kept()
-        columns = kept_columns(layers, at_position, only_candidates=only)
-        length, whole = inputs.mean_events + self._more, len(layers) - only
+        columns = kept_columns(layers, at_position)
+        length, whole = inputs.mean_events + self._more, len(layers) - 1
         # Of the last layer, positions other than candidates need values and keys alone.
-        weights = options.width * inner * (whole * (4 + (3 if options.concat else 1)) + 2 * only)
-        keys = whole * length + 2 * only * inputs.num_candidates
+        weights = options.width * inner * (whole * (4 + (3 if options.concat else 1)) + 2)
+        keys = whole * length + 2 * inputs.num_candidates
         return Activations(
             backward_columns=self._more * columns,
             event_columns={inputs.group.name: columns},
@@ -125,15 +126,13 @@ class HSTU(Model):
 
         norm = self._norm(at, events)
         for number, layer in enumerate(self.layers):
-            only = number == options.layers - 1 and options.last_layer_of_candidates
+            only = number == options.layers - 1
             bias = (
                 self.biases[number](ages, at, queries if only else at, num_candidates)
                 if self.biases
                 else None
             )
             x = layer(x, at, norm, num_candidates, only_candidates=only, bias=bias)
-        if not options.last_layer_of_candidates:
-            x = x.index_select(0, parts.at.last(num_candidates)[1])
         # Not by id, which would look up the rows of all events too.
         own = [rows_at(of.rows, of.positions[: x.shape[0]]) for of in items]
         item = self.candidate(torch.cat(own, dim=1))

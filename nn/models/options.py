@@ -466,14 +466,8 @@ class STAROptions(_TowerOptions):
     auxiliary_hidden: list[int] = widths([64], "widths of the auxiliary network's hidden layers")
 
 
-class ItemMLPs(Enum):
-    """Inputs of the MLPs of HSTU's items."""
-
-    position = "position"
-    row = "row"
-    item = "item"
-
-
+ItemMLPs = StrEnum("ItemMLPs", "row item")
+"""Inputs of the MLPs of HSTU's items."""
 AttentionNorm = StrEnum("AttentionNorm", "batch_max capacity length")
 """Divisor of HSTU's attention."""
 QueryTime = StrEnum("QueryTime", "last_event sample")
@@ -509,11 +503,8 @@ class HSTUOptions(ModelConfig):
     )
     item_mlps: ItemMLPs = option(
         ItemMLPs.row,
-        "where the items' MLPs are computed: at every position; the item's once per distinct row; or both once per item, "
-        "whose other features must follow from it",
-    )
-    last_layer_of_candidates: bool = option(
-        True, "compute the last layer for candidates only, of which alone it is used"
+        "where the items' MLPs are computed: row, the item's once per distinct row; or item, both once per item, whose other "
+        "features must follow from it",
     )
     input_hidden: int = count(64, "hidden columns of the MLPs of the input", most=MOST_WIDTH)
     width: int = count(64, "columns of a position", most=MOST_WIDTH)

@@ -316,7 +316,6 @@ ELSEWHERE |= {
         "action_dim",
         "hour",
         "item_mlps",
-        "last_layer_of_candidates",
         "query_time",
         "time_buckets",
     )

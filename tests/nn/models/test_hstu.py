@@ -212,9 +212,8 @@ LENGTHS = [4, 0, 7, 1, 6]
         (1, 2, {"attention_norm": "length", "query_time": "sample"}),
         (3, 2, {"attention_norm": "capacity", "action_bits": [8, 1]}),
         (1, 1, RESEARCH),
-        (2, 1, RESEARCH | {"last_layer_of_candidates": False, "item_mlps": "item"}),
+        (2, 1, RESEARCH | {"item_mlps": "item"}),
         (2, 1, {"item_mlps": "item", "positions": 4, "time_buckets": 20}),
-        (1, 1, {"item_mlps": "position", "last_layer_of_candidates": False}),
     ],
 )
 def test_logits_and_gradients_are_those_of_the_formulas(num_candidates, num_tasks, options):
@@ -316,9 +315,6 @@ def test_the_published_model_has_its_size():
     work = {name: count / 1e9 for name, count in model.activations().products.items()}
     assert 3 * work["positions"] == pytest.approx(67.2, abs=0.05)
     assert 3.5 * work["attention"] == pytest.approx(51.2, abs=0.05)
-    whole = build_meta(replace(options, last_layer_of_candidates=False), spec).activations()
-    assert 3 * whole.products["positions"] / 1e9 == pytest.approx(50.4 + 37.8, abs=0.1)
-    assert 3.5 * whole.products["attention"] / 1e9 == pytest.approx(76.8, abs=0.05)
 
 
 def test_the_published_model_begins_as_the_reference_does():
@@ -442,18 +438,10 @@ def results(samples: Samples, num_candidates: int = 1, first: int = 0, spare: in
 
 
 @pytest.mark.parametrize("num_candidates", [1, 2])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"last_layer_of_candidates": False},
-        {"item_mlps": "item"},
-        {"item_mlps": "position"},
-        {"item_mlps": "item", "last_layer_of_candidates": False},
-    ],
-)
-def test_what_is_saved_changes_no_logit_and_no_gradient(num_candidates, options):
+def test_what_is_saved_changes_no_logit_and_no_gradient(num_candidates):
     wanted = results(Samples(LENGTHS, num_candidates, torch.double), num_candidates)
-    got = results(Samples(LENGTHS, num_candidates, torch.double), num_candidates, **options)
+    samples = Samples(LENGTHS, num_candidates, torch.double)
+    got = results(samples, num_candidates, item_mlps="item")
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
@@ -502,12 +490,8 @@ def test_a_candidate_sees_no_other_and_no_event_sees_it():
 
 
 def test_dropout_follows_the_sample_and_not_its_place():
-    options: dict[str, bool] = {}
-
     def logits(first_row: int, first: int) -> Tensor:
-        model = model_of(
-            dropout=0.3, input_dropout=0.2, attention_norm="capacity", **options
-        ).train()
+        model = model_of(dropout=0.3, input_dropout=0.2, attention_norm="capacity").train()
         state = PassState(1, torch.device("cpu"))
         attach(model, state)
         state.set(4, 5, 5, 5)
@@ -518,8 +502,6 @@ def test_dropout_follows_the_sample_and_not_its_place():
     wanted = logits(0, 0)
     torch.testing.assert_close(logits(0, 9), wanted)
     assert (logits(1, 0) != wanted).any()
-    options |= {"last_layer_of_candidates": False}
-    torch.testing.assert_close(logits(0, 0), wanted)
 
 
 @pytest.mark.parametrize(
@@ -602,7 +584,6 @@ def test_it_trains_alike_on_two_ranks_in_chunks_and_with_every_saving(dataset):
     others = [
         ["train.accumulate=2"],
         ["sharding.types=[row_wise]"],
-        ["model.last_layer_of_candidates=false", "model.item_mlps=position"],
         ["model.item_mlps=item"],
     ]
     cases = [case, *([*case, *other] for other in others)]

@@ -36,9 +36,7 @@ SIZES = {
 }
 VARIANTS: dict[str, dict[str, object]] = {
     "as_it_is": {"item_mlps": "item"},
-    "all_positions": {"item_mlps": "item", "last_layer_of_candidates": False},
     "mlps_by_row": {"item_mlps": "row"},
-    "mlps_by_position": {"item_mlps": "position"},
     "research": {"item_mlps": "item", "silu_all": True, "concat": False},
     "wide_heads": {"item_mlps": "item", "head_dim": 64},
 }
@@ -178,11 +176,11 @@ def test_what_an_event_and_a_row_keep_is_declared(without_kernels, variant, amp)
     large, of_large = kept_bytes(options, 9_000, 100, amp)
     # Beside what is kept: gradients of a layer's columns.
     inner = max(COLUMNS, 4 * int(options.get("head_dim", 32)))
-    beside = 5_000 * inner * dtype.itemsize * (6 if variant == "all_positions" else 2)
+    beside = 5_000 * inner * dtype.itemsize * 2
     assert large - small == pytest.approx(of_large - of_small - beside, rel=0.05)
 
 
-@pytest.mark.parametrize("variant", ["as_it_is", "mlps_by_row", "mlps_by_position"])
+@pytest.mark.parametrize("variant", ["as_it_is", "mlps_by_row"])
 def test_what_a_row_keeps_is_declared(without_kernels, variant):
     (small, of_small), (large, of_large) = (
         kept_bytes(VARIANTS[variant], 4_000, rows, True) for rows in (100, 2_100)
