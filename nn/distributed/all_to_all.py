@@ -7,7 +7,6 @@ of one hop.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,14 +15,6 @@ from torch import Tensor
 from nn.distributed.process_group import Ranks, open_channel
 
 # W: ranks, L: ranks of a node, N: nodes
-
-
-class AllToAll(Protocol):
-    """Sends `sent_sizes` of `sent` to the ranks, in their order, and fills `received` with what they send, as many as given."""
-
-    def __call__(
-        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
-    ) -> None: ...
 
 
 class OneHop:
@@ -35,6 +26,7 @@ class OneHop:
     def __call__(
         self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> None:
+        """Send `sent_sizes` of `sent` to the ranks, in their order, and fill `received` with what they send, as many as given."""
         dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self._channel)
 
 
@@ -81,8 +73,11 @@ class TwoHops:
         )
 
 
+AllToAll = OneHop | TwoHops
+
+
 def _joined_on_arrival(
-    within: AllToAll, parts: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
+    within: OneHop, parts: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]]
 ) -> Tensor:
     """Send each rank of the node its `parts`; return what arrives, `sizes` [L][N] of each, in the order of the receivers."""
     sent = torch.cat([part for of_rank in parts for part in of_rank])

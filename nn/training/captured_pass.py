@@ -1,8 +1,6 @@
 """A pass over the rows of a batch: launched operation by operation, or captured as a CUDA graph."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
 
 from torch import Tensor
 
@@ -10,16 +8,10 @@ from dataloading.batch import Batch
 from nn.ops.cuda_graph import CudaGraph
 from nn.sharding.batch_rows import BatchRows
 from nn.sharding.local_ids import LocalIds
+from nn.training.forward_backward import Forward, ForwardBackward
 
-
-class PassFunction(Protocol):
-    """A function on the device with constant shapes and addresses; the host reads nothing back."""
-
-    def run(self, ids: LocalIds, batch: Batch) -> Tensor:
-        """Return the logits."""
-
-    def without_updates(self) -> AbstractContextManager:
-        """Let `run` change no weight while the context is open."""
+PassFunction = ForwardBackward | Forward
+"""Its `run` on the device has constant shapes and addresses; the host reads nothing back."""
 
 
 class LaunchedPass:

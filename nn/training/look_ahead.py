@@ -1,32 +1,22 @@
 """Look-ahead for tables on disk: the ids of a read-ahead group are known while the group before trains."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Iterator
 
 import torch
 
 from dataloading.batch import Batch
 from nn.tiers.read_ahead import READ_AHEAD_BATCHES, Need
+from nn.training.step_runner import StepRunner
 
 Ahead = tuple[Batch, Need | None]
 """A host batch, and the rows that it needs from disk."""
 
 
-class Announcer(Protocol):
-    """Sends ids to the ranks of their tables, ahead of the batches' turn."""
-
-    def announce(self, batch: Batch) -> Need | None:
-        """Return the rows on disk that this rank needs for a batch on the device."""
-
-    def read_ahead(self, needs: Sequence[Need | None]) -> None:
-        """Start to read the rows of a group of batches."""
-
-
 class LookAhead:
     """Iterator over batches that announces each two groups before it is returned; all ranks must iterate alike."""
 
-    def __init__(self, batches: Iterator[Batch], runner: Announcer, device: torch.device) -> None:
+    def __init__(self, batches: Iterator[Batch], runner: StepRunner, device: torch.device) -> None:
         self._batches = batches
         self._runner = runner
         self._device = device

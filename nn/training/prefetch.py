@@ -17,7 +17,7 @@ from nn.observability.annotations import annotate
 from nn.observability.trace_breakdown import DATA_WAIT
 from nn.ops.stream_waits import stream_for
 from nn.sharding.batch_rows import BatchRows
-from nn.tiers.look_ahead import LookAhead
+from nn.training.look_ahead import LookAhead
 from nn.training.step_runner import StepRunner
 
 

@@ -23,7 +23,6 @@ from nn.planning.host_tables import (
 from nn.planning.plan import TablePlan
 from nn.tiers.host_tier import DiskSettings, HostTier, TieredShard, ring_slots
 from nn.tiers.initial_rows import InitialRows
-from nn.tiers.look_ahead import LookAhead
 from nn.tiers.read_ahead import READ_AHEAD_BATCHES, Need
 from nn.tiers.slot_map import SlotMap, TierIds
 from nn.tiers.traffic import (
@@ -35,6 +34,7 @@ from nn.tiers.traffic import (
     power_law_share,
     row_classes,
 )
+from nn.training.look_ahead import LookAhead
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.datasets import CARDINALITY, write_clicks
