@@ -38,7 +38,6 @@ class ESMM(TaskModel):
         return Activations(reread_columns=2 * self._embedding_columns + self.prefix_columns)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, 2]."""
         x = self.join_inputs(numerical, embeddings)
         a, b = self.towers([x, x]).unbind(1)
         return torch.stack([a, -torch.logsumexp(-torch.stack([a, b, a + b]), dim=0)], dim=1)

@@ -101,7 +101,6 @@ class WithPooledEvents(Wrapper):
         return replace(of_model, reread_columns=0, event_columns=dict(kept))
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and `PooledEmbeddings` to the logits of the model."""
         assert isinstance(embeddings, PooledEmbeddings), "a table hands out rows"
         widths = [piece for piece in self._pieces if isinstance(piece, int)]
         pooled = iter(embeddings.matrix().split(widths, dim=1) if widths else ())

@@ -45,7 +45,6 @@ class MMoE(TaskModel):
         )
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
         x = self.join_inputs(numerical, embeddings)
         experts = self.experts(x)
         return self.towers([gate(x, experts) for gate in self.gates])

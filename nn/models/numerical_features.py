@@ -44,7 +44,6 @@ class WithEncodedNumbers(Wrapper):
         self.numbers = NumericalVectors(len(self._others), options)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings, or `PooledEmbeddings`, to the logits of the model."""
         columns = numerical.unbind(1)
         named = [columns[number].unsqueeze(1) for number in self._named]
         others = torch.stack([columns[number] for number in self._others], dim=1)

@@ -75,7 +75,6 @@ class PEPNet(Model):
         )
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
         x = self.join_inputs(numerical, embeddings)
         vectors = x[:, self.prefix_columns :].unflatten(1, (-1, self._dim))
         domain = torch.cat([vectors[:, position] for position in self._domain], dim=1)

@@ -79,7 +79,6 @@ class PLE(TaskModel):
         return Activations(backward_columns=columns, products={"gates": 2 * columns})
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
         outputs = [self.join_inputs(numerical, embeddings)] * (self._num_tasks + 1)
         for level in self.levels:
             outputs = level(outputs)

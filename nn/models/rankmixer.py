@@ -113,7 +113,6 @@ class RankMixer(VectorModel):
         return {"router": torch.stack(penalties).sum()} if routers else {}
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings or `PooledEmbeddings` to float32 logits [B, tasks], or [B] of one task."""
         x = self.vectors(numerical, embeddings)
         if self._order:
             vectors = x.split(self._options.embedding_dim, dim=1)

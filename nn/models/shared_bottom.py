@@ -34,5 +34,4 @@ class SharedBottom(TaskModel):
         return Activations(reread_columns=self._embedding_columns + shared)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
         return self.towers([self.bottom(self.join_inputs(numerical, embeddings))] * self._num_tasks)

@@ -103,7 +103,6 @@ class STAR(Model):
         )
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings [B, F*D] or `PooledEmbeddings` to float32 logits [B, T], or [B] of one task."""
         numbers = [numerical[:, : self._domain], numerical[:, self._domain + 1 :]]
         x = join(as_autocast(torch.cat(numbers, 1)) if self.prefix_columns else None, embeddings)
         domains = torch.arange(len(self.domain_vectors), device=x.device)

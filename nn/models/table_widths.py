@@ -95,7 +95,6 @@ class WithProjections(Wrapper):
         return replace(of_model, reread_columns=read)
 
     def forward(self, numerical: Tensor, embeddings: Tensor | PooledEmbeddings) -> Tensor:
-        """Map numerical [B, N] and embeddings, or `PooledEmbeddings`, to the logits of the model."""
         x = as_autocast(join(None, embeddings))
         vectors = x.split([columns for _, _, columns, _ in self._pieces], dim=1)
         found = []
