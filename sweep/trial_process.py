@@ -87,15 +87,13 @@ class TrialProcess:
 
 
 def end_with_parent() -> None:
-    """Let this process end when its parent does (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    """Let this process end when its parent does."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def environment_of(gpu: str | None, parallel: int) -> dict[str, str]:
     """Return the environment of a trial: its GPU, if any, and its share of the CPU cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    threads = str(max(1, (cores or 1) // parallel))
+    threads = str(max(1, len(os.sched_getaffinity(0)) // parallel))
     # As every run sets the second one, before torch is imported.
     environment = {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     # Reports to a tuning service are of its own trials, which this sweep's are not.

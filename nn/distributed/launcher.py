@@ -98,8 +98,8 @@ def refuse_elastic_nodes(launcher: Path = Path(f"/proc/{PARENT_PID}/cmdline")) -
 
 
 def end_with_launcher() -> None:
-    """Request SIGTERM when the launcher dies (Linux only); the ranks would continue unnoticed and hold the run directory."""
-    if not is_launched() or sys.platform != "linux":
+    """Request SIGTERM when the launcher dies; the ranks would continue unnoticed and hold the run directory."""
+    if not is_launched():
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     # The launcher may have died before the request.

@@ -37,9 +37,7 @@ def environment(recipe: str, ranks: Ranks) -> dict[str, Any]:
         "gpu_driver": driver.read_text().strip() if is_cuda and driver.exists() else None,
         "gpus": gpus_of_host(ranks.local_world_size) if is_cuda else None,
         # Containers and schedulers may leave this process fewer CPUs than there are.
-        "num_cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "num_cpus": len(os.sched_getaffinity(0)),
         "world_size": ranks.world_size,
         "num_hosts": ranks.world_size // ranks.local_world_size,
     }

@@ -26,7 +26,6 @@ from preproc.work_directory import Work, small_database
 if TYPE_CHECKING:
     import pyarrow as pa
 
-ZERO_BYTES = 1 << 20
 CHUNK_ROWS = 1 << 20
 # Kept columns may be long texts.
 KEPT_CHUNK_ROWS = 1 << 18
@@ -339,10 +338,6 @@ def allocate(path: Path, num_bytes: int) -> None:
     """Write a file of zeros; OSError if the disk is full, where writing to a mapped hole would end the process."""
     try:
         with path.open("wb") as stream:
-            if hasattr(os, "posix_fallocate"):  # not on macOS
-                os.posix_fallocate(stream.fileno(), 0, num_bytes)
-                return
-            for first in range(0, num_bytes, ZERO_BYTES):
-                stream.write(bytes(min(ZERO_BYTES, num_bytes - first)))
+            os.posix_fallocate(stream.fileno(), 0, num_bytes)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
