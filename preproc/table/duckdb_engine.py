@@ -134,13 +134,6 @@ class Engine(Protocol):
         """Release all resources."""
 
 
-class TextEngine(Engine, Protocol):
-    """An engine whose staged values are texts."""
-
-    def exploded(self, column: str) -> str:
-        """Return a query (row_, position_, value) with one row per item of a list of `rows_`, null for an empty one."""
-
-
 class DuckDBEngine:
     """DuckDB in this process, within `memory_limit`; it spills to the work directory.
 

@@ -7,7 +7,7 @@ per value, and into ids; the ids are then written by `preproc/table/output_files
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -50,25 +50,6 @@ def ids_of_codes(texts: str, vocabulary: str, owner: Categorical) -> str:
     return f"SELECT r.code AS row_, {found.id} AS id FROM {texts} AS r {found.join}"
 
 
-class FeatureValues(Protocol):
-    """Values of all features, each named by its number."""
-
-    def counts(self, number: int, rows: range) -> str:
-        """Return a query (value, count) of the values in some rows."""
-
-    def num_rows(self, number: int, rows: range) -> str:
-        """Return a query of one number: those of some rows that have a value."""
-
-    def find_ids(self, number: int, vocabulary: str, owner: Categorical) -> None:
-        """Find the ids of the values: by a relation (value, id), or as the buckets or keys of feature `owner`."""
-
-    def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
-        """Look up a column of `r` with values as of feature `number`, of which `find_ids` has run."""
-
-    def reader_of_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> ReadIds:
-        """Return what reads the ids of some rows."""
-
-
 @dataclass(frozen=True, slots=True)
 class TextValues:
     """Texts: relation `encoded_<i>` holds the ids of all rows."""
@@ -85,17 +66,22 @@ class TextValues:
         return f"items_{number}"
 
     def counts(self, number: int, rows: range) -> str:
+        """Return a query (value, count) of the values in some rows."""
         values = rows_of(rows, self._values(number))
         return (
             f"SELECT value, count(*) AS count FROM {values} WHERE value IS NOT NULL GROUP BY value"
         )
 
     def num_rows(self, number: int, rows: range) -> str:
+        """Return a query of one number: those of some rows that have a value."""
         values = rows_of(rows, self._values(number))
         return f"SELECT count(DISTINCT row_) FROM {values} WHERE value IS NOT NULL"
 
     def find_ids(self, number: int, vocabulary: str, owner: Categorical) -> None:
-        """Write them in the order of rows; those of lists have a `position_` too."""
+        """Find the ids of the values: by a relation (value, id), or as the buckets or keys of feature `owner`.
+
+        They are written in the order of rows; those of lists have a `position_` too.
+        """
         position = ", r.position_" if self.features[number].is_list else ""
         found = look_up("r.value", "v", vocabulary, owner)
         query = (
@@ -105,9 +91,11 @@ class TextValues:
         self.write(f"encoded_{number}", query)
 
     def look_up(self, column: str, number: int, vocabulary: str, owner: Categorical) -> Lookup:
+        """Look up a column of `r` with values as of feature `number`, of which `find_ids` has run."""
         return look_up(f"r.{column}", f"v{number}_", vocabulary, owner)
 
     def reader_of_ids(self, files: TableFiles, number: int, feature: CategoricalFeature) -> ReadIds:
+        """Return what reads the ids of some rows."""
         is_list = self.features[number].is_list
         return partial(files.read_ids, f"encoded_{number}", feature, is_list)
 
@@ -149,3 +137,7 @@ class CodedValues:
                 yield ids.take(codes), lengths
 
         return read
+
+
+FeatureValues = TextValues | CodedValues
+"""Values of all features, each named by its number."""

@@ -250,6 +250,7 @@ class SparkEngine:
         return bad_lines
 
     def exploded(self, column: str) -> str:
+        """Return a query (row_, position_, value) with one row per item of a list of `rows_`, null for an empty one."""
         return (
             "SELECT row_, position_, nullif(CAST(item_ AS STRING), '') AS value FROM "
             f"(SELECT row_, posexplode({column}) AS (position_, item_) FROM rows_)"

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from configs.messages import shown
 from configs.options import require
@@ -29,7 +29,7 @@ from preproc.fitted_state import (
 from preproc.raw_files import RawFile, fingerprint, refuse_copies
 from preproc.report.console import LogCounts, Progress, RowCounts, print_result
 from preproc.report.plot import load_library
-from preproc.table.duckdb_engine import DuckDBEngine, Engine, TextEngine
+from preproc.table.duckdb_engine import DuckDBEngine, Engine
 from preproc.table.feature_values import CodedValues, FeatureValues, TextValues
 from preproc.table.pipeline.categoricals import encode_features
 from preproc.table.pipeline.histories import history_ids, slice_histories
@@ -235,7 +235,8 @@ def _feature_values(journal: Journal, rows: Ordered) -> FeatureValues:
         assert isinstance(engine, DuckDBEngine)
         count = partial(engine.count_codes, journal.work.directory / rows.relation)
         return CodedValues(features, journal.query, count)
-    return TextValues(features, journal.query, cast("TextEngine", engine).exploded)
+    spark: Any = engine  # which is imported only where it is used
+    return TextValues(features, journal.query, spark.exploded)
 
 
 def _read(journal: Journal) -> list[str]:
