@@ -148,7 +148,7 @@ def require_package(name: str, purpose: str) -> None:
         )
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: Exception | str) -> str:
     """Return the first line of a library's error that has text."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
 

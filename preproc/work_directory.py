@@ -23,6 +23,7 @@ from typing import Any
 
 import duckdb
 
+from configs.messages import first_line
 from configs.preproc_schema import PreprocConfig
 from dataloading.dataset.dataset_directory import check_output
 from dataloading.dataset.documents import read_json
@@ -369,7 +370,3 @@ def is_disk_error(error: duckdb.Error) -> bool:
     """Return whether DuckDB could not read or write a file; it has several exceptions for that."""
     signs = ("fsync failed", *map(os.strerror, (*FULL, *BROKEN)))
     return isinstance(error, duckdb.IOException) or any(sign in str(error) for sign in signs)
-
-
-def first_line(error: Exception | str) -> str:
-    return str(error).splitlines()[0]

@@ -7,16 +7,8 @@ import numpy as np
 
 from dataloading.dataset.split_files import expect
 
-
-class Channel(StrEnum):
-    """Channels of a spec whose columns hold one number per row."""
-
-    label = "label"
-    weight = "weight"
-    keep_rate = "keep_rate"
-    teacher = "teacher"
-
-
+Channel = StrEnum("Channel", "label weight keep_rate teacher")
+"""Channels of a spec whose columns hold one number per row."""
 # The first is that of a binary label.
 LABEL_DTYPES = ("bool", "float16", "float32")
 BINARY = np.dtype(bool)

@@ -43,18 +43,16 @@ def attend(
     *,
     queries: SamplePositions | None = None,
     causal: bool = True,
-    scale: float | None = None,
     bias: ScoreBias | None = None,
     gradients: GradientBlocks | None = None,
 ) -> Tensor:
     """Return softmax attention of each query to the events of its sample, causal to itself and earlier ones.
 
-    A score is scale * q . k plus biases. `q`: [C, H, K], or [Q, H, K] of other positions `queries`: the last one of a
+    A score is q . k / sqrt(K) plus biases. `q`: [C, H, K], or [Q, H, K] of other positions `queries`: the last one of a
     sample is where its last event is, and there are no more than events. `k`, `v`: [C, H, K]. Returns the shape of `q`.
-    `scale`: None for 1 / sqrt(K). `gradients`: blocks for those of q, k and v, where kernels may write them.
+    `gradients`: blocks for those of q, k and v, where kernels may write them.
     """
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    rest = at, queries or at, causal, scale, bias or ScoreBias()
+    rest = at, queries or at, causal, q.shape[2] ** -0.5, bias or ScoreBias()
     if not can_fuse(q, k):
         return jagged_attention.attend(q, k, v, *rest)
     # Only CUDA builds of torch include Triton.

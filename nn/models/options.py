@@ -195,7 +195,6 @@ class MaskNetOptions(_TowerOptions):
 
 @dataclass(kw_only=True, slots=True)
 class WuKongOptions(_TowerOptions):
-    embedding_dim: int = columns(16, "columns of every vector")
     layers: int = count(2, "interaction layers, the paper's l")
     fm_vectors: int = count(8, "vectors of a factorization machine block, n_F", most=MOST_COLUMNS)
     linear_vectors: int = count(8, "vectors of a linear compression block, n_L", most=MOST_COLUMNS)
@@ -207,7 +206,6 @@ class WuKongOptions(_TowerOptions):
         [256], "widths of the hidden layers before the vector of the numericals"
     )
     hidden: list[int] = widths([256], "widths of the last MLP's hidden layers")
-    dropout: float = rate(0.0, "rate of the dropout after the hidden layers of blocks and top")
 
 
 AdaptiveActivation = StrEnum("AdaptiveActivation", "prelu dice")
@@ -251,7 +249,6 @@ class DINOptions(_TowerOptions):
         "sum: weights as they are, the paper's; mean: divided by the number of items; softmax: over the items",
     )
     hidden: list[int] = widths([200, 80], "widths of the MLP's hidden layers")
-    dropout: float = rate(0.0, "rate of the dropout after every hidden layer of the MLP")
     activation: AdaptiveActivation = option(
         AdaptiveActivation.prelu,
         "activation of the MLP: prelu, or dice, whose step lies at the mean of the global batch",
@@ -416,7 +413,6 @@ class FCNOptions(ModelConfig):
 class AutoIntOptions(_DeepOptions):
     """Options of AutoInt+."""
 
-    embedding_dim: int = columns(16, "columns of every feature's vector")
     layers: int = count(3, "interacting layers")
     heads: int = count(2, "heads of every interacting layer")
     head_dim: int = columns(16, "columns of a head")

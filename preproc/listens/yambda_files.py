@@ -9,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from configs.messages import first_line
 from configs.preproc_schema import PreprocConfig
 from preproc.listens.events import CHUNK_EVENTS, DAY, ItemMaps, Listens, Sizes, joined
-from preproc.work_directory import connect, first_line, memory_bytes, small_database
+from preproc.work_directory import connect, memory_bytes, small_database
 
 END = 26_000_000 - DAY - 1800
 """Second at which Yambda's training events end: its last one, less the day of its test and the gap before."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import duckdb
 import numpy as np
 
-from configs.messages import printable, shortened
+from configs.messages import first_line, printable, shortened
 from configs.preproc_schema import OnBad, PreprocConfig
 from configs.table_schema import LINE_FORMATS, Source
 from dataloading.dataset.durable_files import replace_directory
@@ -28,7 +28,7 @@ from preproc.raw_files import RawFile, cut_short
 from preproc.table.expressions import NO_CODE, RELATION_FILE, quoted, text
 from preproc.table.line_formats import lines_of
 from preproc.table.source_files import SourceFiles
-from preproc.work_directory import connect, first_line, is_disk_error, is_small, memory_bytes
+from preproc.work_directory import connect, is_disk_error, is_small, memory_bytes
 
 if TYPE_CHECKING:  # 25 MB of memory that preprocessing does not need
     import pyarrow as pa

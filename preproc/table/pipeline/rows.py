@@ -6,7 +6,7 @@ from os.path import normpath
 from pathlib import Path
 from typing import Any
 
-from configs.messages import printable, shown
+from configs.messages import first_line, printable, shown
 from configs.preproc_schema import EngineName, Mode, OnBad
 from configs.table_schema import TableConfig
 from preproc.table.duckdb_engine import QueryError
@@ -15,7 +15,6 @@ from preproc.table.mistakes import bad_row
 from preproc.table.pipeline.journal import Journal
 from preproc.table.source_files import read_columns
 from preproc.table.staging import Staging
-from preproc.work_directory import first_line
 
 REJECTED = "rejected.tsv"
 NOT_LEFT_OUT = " (on_bad leaves out rows whose expression fails, by DuckDB and not within table.query; try_cast gives null)"
