@@ -11,6 +11,7 @@ from logging import Logger
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 from configs.schema import Component, Config, Mode
@@ -257,7 +258,9 @@ def _errors_of_own_model(name: str) -> Iterator[None]:
     except EndOfRunError:
         raise
     except Exception as error:
-        if ":" in name and has_raised(name.partition(":")[0], error):
+        # Nothing of the model is on the stack of its backward pass.
+        modules = name.partition(":")[0], "torch.autograd"
+        if ":" in name and any(has_raised(module, error) for module in modules):
             raise RankError(
                 f"the model {name} has failed ({described(error)}); correct it"
             ) from error
@@ -266,8 +269,15 @@ def _errors_of_own_model(name: str) -> Iterator[None]:
 
 def describe(config: Config, source: Source, logger: Logger) -> dict[str, Any] | None:
     """Return the description of the model; None, with a warning, if its layers cannot be run on the CPU."""
+    drawn = torch.get_rng_state()
     try:
-        return describe_model(config.model, source.spec, model_spec(config, source))
+        content = describe_model(config.model, source.spec, model_spec(config, source))
+        if not torch.equal(drawn, torch.get_rng_state()):
+            logger.warning(
+                f"model.name={config.model.name}: forward() draws random numbers in evaluation too, so its scores are random; "
+                "torch.nn.functional.dropout needs training=self.training"
+            )
+        return content
     except Exception as error:  # of a model's own code, which may need a GPU
         logger.warning(
             f"no summary of the model and no model.json ({described(error)}); training fails too, unless its layers need a GPU"

@@ -5,7 +5,8 @@ torch is imported where a model is: the options of the project's own models are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -169,7 +170,8 @@ def _own_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBagCon
     """Return the tables as a model declares them. Raises ValueError: it declares something else."""
     from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-    found = find_model(options.name).tables(options, spec)
+    with _one_line(options, "tables() has failed"):
+        found = find_model(options.name).tables(options, spec)
     tables = list(found) if isinstance(found, Iterable) else [found]
     for table in tables:
         if not isinstance(table, EmbeddingBagConfig):
@@ -186,30 +188,20 @@ def _own_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBagCon
 def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model:
     """Build the dense component: forward(numerical [B, N], embeddings) -> logits [B].
 
-    The seed is that of the initial weights of layers without `initialise`; the global random state is not changed. Raises
-    ValueError: the options do not fit the features, or the model has persistent buffers that no `PassLayer` declares.
+    The seed is that of the initial weights of layers without `initialise`, and of constants that a model draws; the global
+    random state is not changed. Raises ValueError: the options do not fit the features, or the model has parts that would not
+    be trained or saved.
     """
     import torch
 
-    from nn.layers.pass_state import PassLayer
     from nn.models.event_pooling import WithPooledEvents, pooled_tables
-    from nn.models.model import Model
+    from nn.models.own_layers import check_layers
     from nn.models.table_widths import WithProjections, tables_of_widths
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        try:
+        with _one_line(options, "it cannot be built from its options and the features"):
             dense = _built(options, spec)
-        except Exception as error:  # a model outside the project may raise anything
-            if ":" not in options.name or isinstance(error, ValueError):
-                raise
-            raise ValueError(
-                f"model.name={options.name} cannot be built from its options and the features ({described(error)}); correct it"
-            ) from error
-    if not isinstance(dense, Model):
-        raise ValueError(
-            f"model.name={options.name}: build() returns {type(dense).__name__}; want a nn.models.model.Model"
-        )
     from_rows = EventPooling.last, EventPooling.attention
     if options.sequence_pooling in from_rows or options.event_weights:
         with torch.random.fork_rng(devices=[]):
@@ -220,27 +212,32 @@ def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model
         tables = tables_of_widths(pooled, options, spec)
         if tables != pooled:  # a table of a file differs in its init_fn
             dense = WithProjections(dense, pooled, tables, spec)
-    unknown = [
-        name
-        for name in dense.saved_buffers()
-        if not isinstance(dense.get_submodule(name.rpartition(".")[0]), PassLayer)
-    ]
-    if unknown:
-        raise ValueError(
-            f"model.name={options.name} has a persistent buffer {min(unknown)}, and only those of a PassLayer are trained "
-            "and saved: use nn.layers.batch_norm.BatchNorm for batch normalization, derive the layer from "
-            "nn.layers.pass_state.PassLayer, or register a constant with persistent=False"
-        )
+    check_layers(f"model.name={options.name}", dense)
     return dense
+
+
+@contextmanager
+def _one_line(options: ModelConfig, what: str) -> Iterator[None]:
+    """Raise any error of a model outside the project, but a ValueError of its own, as a ValueError of one line."""
+    try:
+        yield
+    except Exception as error:  # it may raise anything
+        if ":" not in options.name or isinstance(error, ValueError):
+            raise
+        raise ValueError(
+            f"model.name={options.name}: {what} ({described(error)}); correct it"
+        ) from error
 
 
 def _built(options: ModelConfig, spec: FeatureSpec) -> Model:
     """Return the dense component of a model, with encoded numbers where the options want them and it does not do so itself."""
     from nn.layers.feature_vectors import FeatureVectors
     from nn.models.numerical_features import WithEncodedNumbers, encoded_spec, named_numbers
+    from nn.models.own_layers import check_built
 
     model = find_model(options.name)
     dense = model.build(options, spec)
+    check_built(f"model.name={options.name}", dense)
     if options.numerical_encoding is NumericalEncoding.plain:
         return dense
     if len(named_numbers(options, spec)) == len(spec.numerical):

@@ -5,6 +5,7 @@ All output is printed by one rich `Console` from `make_console`; only rank 0 pri
 
 import math
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from logging import WARNING, Handler, Logger, LogRecord
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from configs.console import LiteralConsole
 from configs.messages import printable
+from nn.distributed.process_group import process_rank
 from nn.models.metric import AUC, Metric
 from nn.models.tasks import auc_key
 from nn.observability.gpu_topology import topology_text
@@ -42,12 +44,15 @@ NAME_WIDTH = 18
 def make_console(rank: int) -> Console:
     """Return the console of this rank; it is silent unless `rank` is 0."""
     # A file or a pipe has no width; rich would wrap lines at 80 columns.
-    width = None if sys.stdout.isatty() else 120
+    width = None if sys.stdout and sys.stdout.isatty() else 120
     return LiteralConsole(quiet=rank != 0, highlight=False, width=width)
 
 
 class _ConsoleHandler(Handler):
-    """Prints records as lines that no terminal's width breaks; warnings begin with that word."""
+    """Prints records as lines that no terminal's width breaks; warnings begin with that word.
+
+    Those of a quiet training in Python are Python's warnings.
+    """
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -55,6 +60,8 @@ class _ConsoleHandler(Handler):
 
     def emit(self, record: LogRecord) -> None:
         level = "warning: " if record.levelno >= WARNING else ""
+        if level and self._console.quiet and process_rank() == 0:
+            warnings.warn(record.getMessage(), stacklevel=2)
         self._console.print(f"{level}{record.getMessage()}", soft_wrap=True)
 
 

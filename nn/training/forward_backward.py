@@ -345,7 +345,13 @@ class ForwardBackward:
                 {name: _rows(scores, chunk) for name, scores in batch.teachers.items()},
             )
 
-        return self._context.dense.add_losses(share_of(logits), share_of)
+        share = self._context.dense.add_losses(share_of(logits), share_of)
+        if not isinstance(share, Tensor) or not share.requires_grad:
+            raise ValueError(
+                "the loss has no gradient: forward() or add_losses() of the model takes it away, as detach(), item(), "
+                "torch.no_grad() and NumPy do; compute it by torch's operations"
+            )
+        return share
 
     def _check_loss(self, total: Tensor) -> _Verdict:
         self._table_stream.wait_for_main()

@@ -140,6 +140,12 @@ class TrainStep:
         # The pass copies it to the device for the tables' updates: a launch of its own between two graphs is slow.
         self._pass_state = _pass_state(dense, config.seed, ranks, tables.scalars.step)
         self._pass_layers = attach(dense, self._pass_state)
+        # By name: buffers that checkpoints do not hold, and their versions until the first step has left them so.
+        self._constants = {
+            name: (buffer, buffer._version)
+            for name, buffer in dense.named_buffers()
+            if not isinstance(dense.get_submodule(name.rpartition(".")[0]), PassLayer)
+        }
         self._gradients = GradientBucket(
             dense.parameters(), tables.replicated_shapes, config.train.clip_norm
         )
@@ -191,7 +197,20 @@ class TrainStep:
                 raise DivergedError(self._what_diverged(step, loss))
             with annotate("update"):
                 self._update(step)
+            if self._constants:
+                self._check_constants()
             return StepResult(batch, loss, logits)
+
+    def _check_constants(self) -> None:
+        """Raise `ValueError` if a pass has changed a buffer that checkpoints do not hold; at the first step alone."""
+        now = dict(self.dense.named_buffers())
+        for name, (buffer, version) in self._constants.items():
+            if now.get(name) is not buffer or buffer._version != version:
+                raise ValueError(
+                    f"the model's forward() changes its buffer {name}, which checkpoints do not hold; let a layer that is "
+                    "derived from nn.layers.pass_state.PassLayer have it, persistent, and change it in update()"
+                )
+        self._constants = {}
 
     def _factor_of(self, step: int) -> float:
         """Return the schedule's factor; numbers of NumPy could not be written to records."""
