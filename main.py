@@ -132,7 +132,7 @@ def _model_options(model: DictConfig) -> type:
 def _saved_options(path: Path) -> dict[str, Any]:
     from nn.saved_config import read_saved_config
 
-    return {"defaults": ["base", "_self_"], **read_saved_config(path)}
+    return read_saved_config(path)
 
 
 @contextmanager

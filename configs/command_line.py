@@ -39,7 +39,7 @@ SAVED_FLAG = f"--config-name={SAVED}"
 RERUN = f"{INTERRUPTED}: rerun the same command"
 NO_OUTPUT = f"{INTERRUPTED}: nothing was written to output; rerun the same command"
 ReadSaved = Callable[[Path], Mapping[str, Any]]
-"""Reads the file that the option `config` names, as the content of a yaml file of `configs/`."""
+"""Reads the file that the option `config` names."""
 
 
 def register(schema: type, name: str) -> None:
@@ -88,8 +88,8 @@ def composed_command(
             sys.exit()
         register(schema, schema_name)
         register_option_help(schema, section_classes, Topics(words, groups))
-        if read_saved is not None:
-            _compose_saved(groups, read_saved)
+        if read_saved is not None and _names_saved(sys.argv[1:], groups, read_saved):
+            sys.argv.insert(1, SAVED_FLAG)
         try:
             yield
         except Exception as error:
@@ -117,6 +117,7 @@ def compose_overrides(
     config_name: str,
     overrides: Sequence[str],
     groups: Sequence[str] = (),
+    read_saved: ReadSaved | None = None,
 ) -> DictConfig:
     """Return the composed options of a command from Python; `composed_command` describes the arguments.
 
@@ -134,6 +135,8 @@ def compose_overrides(
     written = hydra_arguments(overrides, Choices(schema, groups, likely, lambda: configs))
     register(schema, schema_name)
     try:
+        if read_saved is not None and _names_saved(written, groups, read_saved):
+            config_name = SAVED
         with hydra.initialize_config_module("configs", version_base="1.3"):
             return hydra.compose(config_name, written)
     except Exception as error:
@@ -211,18 +214,18 @@ def _files_of(hydra: HydraConf) -> Iterator[list[WrittenOption]]:
                 break
 
 
-def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
-    """Let Hydra compose the options of an earlier run instead of a recipe, if the command line names them.
+def _names_saved(arguments: Sequence[str], groups: Sequence[str], read_saved: ReadSaved) -> bool:
+    """Return whether arguments name the options of an earlier run, which Hydra may then compose instead of a recipe.
 
-    Raises ValueError: the file holds no such options, or the command line chooses a recipe too.
+    Raises ValueError: the file holds no such options, or the arguments choose a recipe too.
     """
-    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
     if not any(text.lstrip("+~").startswith("config") for text in overrides):
-        return
+        return False
     parsed = [OverridesParser.create().parse_override(text) for text in overrides]
     named = [override for override in parsed if override.key_or_group == "config"]
     if not named or named[-1].value() is None:
-        return
+        return False
     if named[-1].is_sweep_override():
         raise ValueError("config names one file; got several values")
     path = str(named[-1].value())
@@ -231,7 +234,7 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
             raise ValueError(
                 f"config={path} has all options of a run, and {override.input_line} chooses others; leave one of them out"
             )
-    if any(argument.startswith("--config-name") for argument in sys.argv):
+    if any(argument.startswith("--config-name") for argument in arguments):
         raise ValueError(f"config={path} and --config-name exclude each other; write one of them")
     saved = dict(read_saved(Path(path).expanduser()))
     modes = [override.value() for override in parsed if override.key_or_group == "mode"]
@@ -243,8 +246,8 @@ def _compose_saved(groups: Sequence[str], read_saved: ReadSaved) -> None:
             begun = {"parts", "restore_tables"}
             checkpoint = saved.get("checkpoint") or {}
             saved["checkpoint"] = {name: checkpoint[name] for name in checkpoint.keys() - begun}
-    ConfigStore.instance().store(name=SAVED, node=saved)
-    sys.argv.insert(1, SAVED_FLAG)
+    ConfigStore.instance().store(name=SAVED, node={"defaults": ["base", "_self_"], **saved})
+    return True
 
 
 def command(

@@ -15,6 +15,7 @@ from dataloading.dataset.split_files import SplitFiles
 
 SPLIT = "rows"
 """Name of the only split of such a source."""
+_EMPTY = pa.list_(pa.null())
 
 
 def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySource:
@@ -31,6 +32,9 @@ def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySour
     spec = replace(spec, weight=None, teachers=(), splits={SPLIT: files})
     kinds = parquet_columns(spec, files)
     present = table.select([column for column in table.column_names if column in kinds])
+    # Of lists that are all empty, Arrow does not know of what they are.
+    of_ids = [f.with_type(pa.list_(pa.int64())) if f.type == _EMPTY else f for f in present.schema]
+    present = present.cast(pa.schema(of_ids))
     check_columns(name, present.schema, kinds)
     rows = decode(present, spec, Where(name), absent)
     return BinarySource(spec, {SPLIT: joined(spec, [rows], files)})
@@ -47,17 +51,27 @@ def arrow_table(table: Any) -> tuple[pa.Table, Any]:
     try:
         rows = pa.Table.from_pandas(table, preserve_index=False)
     except (pa.ArrowException, ArithmeticError, ValueError, TypeError) as error:
-        for name in table.columns:
-            column = table[name]
-            kinds = sorted({type(value).__name__ for value in column[column.notna()]})
-            if len(kinds) > 1:
-                raise ValueError(
-                    f"the table: column {shown(str(name))} has values of several types, {', '.join(kinds)}; want one: convert "
-                    "it, for example by astype(str)"
-                ) from None
-            if kinds[:1] == ["complex"]:
-                raise ValueError(
-                    f"the table: column {shown(str(name))} has complex numbers; want real ones, such as .real and .imag of them"
-                ) from None
+        for name, column in table.items():
+            if problem := _problem(column):
+                raise ValueError(f"the table: column {shown(str(name))} {problem}") from None
         raise ValueError(f"the table: {shortened(' '.join(str(error).split()))}") from None
     return rows, lambda result: result.to_pandas().set_index(table.index)
+
+
+def _problem(column: Any) -> str | None:
+    """Return why Arrow cannot hold a pandas column, and what to do; None if it can."""
+    kinds = {str(column.dtype)}
+    if column.dtype == object:
+        kinds = {type(value).__name__ for value in column[column.notna()]}
+    if len(kinds) > 1:
+        return f"has values of several types, {', '.join(sorted(kinds))}; want one: convert it, for example by astype(str)"
+    if any(kind.startswith("complex") for kind in kinds):
+        return "has complex numbers; want real ones, such as .real and .imag of them"
+    try:
+        pa.array(column, from_pandas=True)
+    except (pa.ArrowException, ArithmeticError, ValueError, TypeError) as error:
+        reason = shortened(" ".join(str(error).split()))
+        return (
+            f"of {column.dtype} cannot be read ({reason}); convert it, for example by astype(str)"
+        )
+    return None

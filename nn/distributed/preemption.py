@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from types import FrameType
 from typing import Any, Self
 
@@ -46,14 +46,17 @@ class StopRequest:
 
     def __init__(self, may_get_stuck: bool, lost_rank_message: Callable[[], str]) -> None:
         self.signum = 0
-        self._may_get_stuck = may_get_stuck
+        # Python lets no other thread catch signals.
+        self._catches = current_thread() is main_thread()
+        self._may_get_stuck = may_get_stuck and self._catches
         self._lost_rank_message = lost_rank_message
         self.heartbeat = Heartbeat()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
         self.heartbeat.beat()
-        self._before = {signum: signal.signal(signum, self._record) for signum in SIGNALS}
+        if self._catches:
+            self._before = {signum: signal.signal(signum, self._record) for signum in SIGNALS}
         if self._may_get_stuck:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)

@@ -254,6 +254,11 @@ def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _open(ranks: Ranks) -> None:
+    if dist.is_initialized():
+        raise ValueError(
+            "this process has a process group of torch.distributed, of another training or of its own; end that first, or "
+            "train in a process of its own"
+        )
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
         options: dict[str, Any] = {"backend": "nccl", "device_id": ranks.device}

@@ -24,6 +24,7 @@ from nn.checkpoint.directory import BEST, CHECKPOINTS, list_checkpoints, read_fa
 from nn.checkpoint.saved import SavedModel
 from nn.checkpoint.tensor_index import read_index
 from nn.embedding.multi_hot import MultiHot, expand
+from nn.library.torch_state import check_torch_state
 from nn.models.description import read_description
 from nn.models.ranking_model import RankingModel
 from nn.models.tasks import Task, scores_of, tasks_of_run
@@ -79,19 +80,25 @@ class Run:
         Raises ValueError: there is no such checkpoint, or `fitted` has no fit or other features, or a file is missing, damaged
         or contradicts the others.
         """
+        check_torch_state(computes=False)
         directory = Path(directory)
         paths = _checkpoints(directory, checkpoint)
         config = load_saved_config(directory / CONFIG, trusted=trusted)
         description = read_description(directory / MODEL, trusted=trusted)
         saved = _first_that_fits(paths, description.spec.fingerprint(), directory)
-        raw = None if fitted is None else _raw_tables(Path(fitted), description.stored, saved.facts)
-        model = description.build(seed=None)
+        raw = (
+            None
+            if fitted is None
+            else _raw_tables(Path(fitted).absolute(), description.stored, saved.facts)
+        )
+        model = description.build(config.seed, fills_tables=False)
         saved.fill(model.state_dict())
         return cls(
-            directory=directory,
+            # The working directory may change.
+            directory=directory.absolute(),
             config=config,
             spec=description.stored,
-            checkpoint=saved.path,
+            checkpoint=saved.path.absolute(),
             num_steps=saved.facts["num_steps"],
             model=model.to(device).eval(),
             tasks=tasks_of_run(config, description.stored),
@@ -177,7 +184,9 @@ class Run:
 
     @torch.no_grad()
     def _scores(self, batch: Batch) -> Tensor:
-        with autocast(self.config.train.amp, self.device.type):
+        # Not the caller's, if this is within one.
+        outer = torch.autocast(self.device.type, enabled=False)
+        with outer, autocast(self.config.train.amp, self.device.type):
             logits = self.model(batch)
         return scores_of(self.tasks, logits, batch.keep_rates)[: batch.num_valid].cpu()
 

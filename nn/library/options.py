@@ -5,6 +5,7 @@ from configs.overrides import drop_replaced
 from configs.schema import Config
 from nn.build import global_batch_size
 from nn.models.registry import typed_config
+from nn.saved_config import read_saved_config
 
 
 def options(recipe: str, *overrides: str) -> Config:
@@ -14,7 +15,8 @@ def options(recipe: str, *overrides: str) -> Config:
     """
     command, named = command_of(recipe)
     overrides = (*named, *overrides)
-    composed = compose_overrides(Config, "schema", command, overrides, ("experiment", "data"))
+    groups = ("experiment", "data")
+    composed = compose_overrides(Config, "schema", command, overrides, groups, read_saved_config)
     drop_replaced(composed, overrides, Config)
     config = typed_config(composed, written_options(overrides))
     config.train.batch_size = global_batch_size(config)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any, Self
 
 import yaml
@@ -19,6 +20,7 @@ from dataloading.dataset.feature_spec import FeatureSpec
 from nn.checkpoint.directory import CHECKPOINTS
 from nn.distributed.process_group import process_rank
 from nn.early_checks import check_inputs
+from nn.library.torch_state import check_torch_state
 from nn.library_warnings import quiet_libraries
 from nn.modes.finish import finish_training, finishes_writing
 from nn.modes.train import open_training
@@ -78,12 +80,17 @@ class Training:
         """Open the run; ValueError: an invalid option or input, or a run directory that holds the complete run already."""
         config = self._config
         check_inputs(config)
+        check_torch_state()
+        if current_thread() is not main_thread():
+            warnings.warn(
+                "a training outside of the main thread saves nothing at SIGTERM", stacklevel=2
+            )
         require_stack()
         quiet_libraries()
         with ExitStack() as stack:
             started_ms = now_ms()
-            # A console of a rank other than 0 prints nothing.
-            console = make_console(1 if self._quiet else process_rank())
+            console = make_console(process_rank())
+            console.quiet |= self._quiet
             text = yaml.safe_dump(plain_values(config), sort_keys=False)
             session = stack.enter_context(open_session(config, text, console))
             if session is None:
@@ -93,6 +100,7 @@ class Training:
                 )
             trainer = stack.enter_context(open_training(session, started_ms, self._observers))
             stack.enter_context(finishes_writing(trainer, session.ranks))
+            self._directory = Path.cwd()
             self._opened = session, trainer
             self._stack = stack.pop_all()
         return self
@@ -156,7 +164,7 @@ class Training:
         Raises ValueError: all steps are done, or `finish` was called. Raises DivergedError: the loss is not finite; nothing
         was updated. Raises StoppedError: a signal stopped the run, after a checkpoint.
         """
-        session, trainer = self._at_work()
+        session, trainer = self._at_work(trains=True)
         if trainer.num_steps >= trainer.last_step:
             raise ValueError(
                 f"all {trainer.last_step:,} steps are done; raise train.epochs or train.max_steps"
@@ -197,7 +205,7 @@ class Training:
 
         Raises ValueError: `step` or `save` was called before.
         """
-        session, trainer = self._at_work()
+        session, trainer = self._at_work(trains=True)
         if self._prefetcher is not None:
             raise ValueError(
                 "steps were trained one by one; call step() for the others, or train() alone"
@@ -233,10 +241,18 @@ class Training:
             raise OSError(problem)
         return summary
 
-    def _at_work(self) -> tuple[Session, Trainer]:
+    def _at_work(self, *, trains: bool = False) -> tuple[Session, Trainer]:
+        check_torch_state(trains=trains)
         if self._is_finished:
             raise ValueError("the run is finished; open another one to train on")
-        return self._open()
+        session, trainer = self._open()
+        paths = self.run_dir, Path(self._config.data.path or "/")
+        if Path.cwd() != self._directory and not all(path.is_absolute() for path in paths):
+            raise ValueError(
+                f"the working directory is {Path.cwd()}, and the run's relative paths begin in {self._directory}, in which it "
+                "was opened; change back, or make run_dir and data.path absolute"
+            )
+        return session, trainer
 
     def _open(self) -> tuple[Session, Trainer]:
         if self._opened is None:

@@ -17,16 +17,16 @@ def make_observer(name: str) -> Observer:
         made = make() if callable(make) else make
     except (Exception, SystemExit) as error:  # one of the user may raise anything
         raise ValueError(f"{option} cannot be made ({described(error)}); correct it") from error
-    if not isinstance(made, Observer):
-        raise ValueError(
-            f"{option} is no observer; derive it from Observer of nn/observers/observer.py"
-        )
     check_events(name, made)
     return made
 
 
 def check_events(name: str, observer: Observer) -> None:
-    """Raise ValueError if the observer called `name` has a method `on_...` that no event calls."""
+    """Raise ValueError unless `observer` is one, all whose methods `on_...` an event calls."""
+    if not isinstance(observer, Observer):
+        raise ValueError(
+            f"{name} is no observer; want an object of a class derived from Observer of nn/observers/observer.py"
+        )
     events = [method for method in dir(Observer) if method.startswith("on_")]
     for method in sorted({*dir(observer)} - {*events}):
         # Other attributes may have such a name too, as on_gpu; a property is not asked for its value.

@@ -127,6 +127,46 @@ def test_a_data_frame_gives_a_data_frame_with_its_index(runs, data):
     assert run.predict(frame.iloc[:0]).shape == (0, 1)
 
 
+def test_lists_that_are_all_empty_are_lists_of_ids(runs, data):
+    run = Run.load(runs[1])
+    frame = test_rows(data).to_pandas()
+    empty = frame[frame["items"].map(len) == 0].head(3)
+    assert len(empty) > 1
+    wanted = run.predict(frame)["score"][empty.index]
+    np.testing.assert_allclose(run.predict(empty)["score"], wanted, atol=1e-9)
+    np.testing.assert_allclose(run.predict(empty.head(1))["score"], wanted[:1], atol=1e-9)
+    # pandas knows no type of an empty list.
+    plain = empty.assign(items=[[]] * len(empty))
+    assert pa.Table.from_pandas(plain)["items"].type == pa.list_(pa.null())
+    np.testing.assert_allclose(run.predict(plain)["score"], wanted, atol=1e-9)
+
+
+def test_a_loaded_run_depends_on_no_directory_and_no_setting_of_torch(runs, data, monkeypatch):
+    monkeypatch.chdir(runs[1].parent)
+    run = Run.load(runs[1].name)
+    rows = test_rows(data)
+    wanted = run.predict(rows)["score"].to_numpy()
+    monkeypatch.chdir(data)
+    assert run.summary() is not None
+    assert run.metrics().num_rows > 1
+    np.testing.assert_array_equal(run.predict(rows)["score"], wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        np.testing.assert_array_equal(run.predict(rows)["score"], wanted)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pd.arrays.SparseArray([1, 0]), r"column 'user' of Sparse\[int64, 0\] cannot be read"),
+        (np.array([1, 2], ">i8"), r"column 'user' of >i8 cannot be read \(Byte-swapped arrays"),
+        ([10**25, 1], "column 'user' of object cannot be read"),
+    ],
+)
+def test_a_column_that_arrow_cannot_hold_is_named(column, message, runs):
+    with pytest.raises(ValueError, match=f"^the table: {message}.*; convert it, for example by"):
+        Run.load(runs[1]).predict(pd.DataFrame({"age": [1.0, 2.0], "user": column}))
+
+
 def test_a_table_without_keep_rates_is_not_corrected_and_says_so(runs, data):
     run = Run.load(runs[1])
     rows = test_rows(data)

@@ -1,7 +1,9 @@
 """A training with a loop of one's own: the same run as the command's, batches by name, its own schedule, and its errors."""
 
+import os
 import runpy
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -230,6 +232,87 @@ def test_calls_at_the_wrong_time_are_refused(tmp_path):
                 training.batch(step)
     with pytest.raises(ValueError, match="mode=eval is no training"):
         Training(options("dlrm", *RUN, "mode=eval"))
+
+
+def test_options_of_a_run_are_those_of_its_file_from_python_too(whole):
+    saved = options("dlrm", f"config={whole}/config.yaml")
+    assert saved.run_dir == str(whole)
+    assert saved.train == options("dlrm", *RUN).train != options("dlrm").train
+    assert options("dlrm", f"config={whole}/config.yaml", "train.epochs=3").train.epochs == 3
+    assert options("dlrm").train.epochs == 1
+    with pytest.raises(ValueError, match=r"config=nope.yaml: no such file"):
+        options("dlrm", "config=nope.yaml")
+    with pytest.raises(ValueError, match="chooses others; leave one of them out"):
+        options("dlrm_criteo_t0", f"config={whole}/config.yaml")
+
+
+def test_a_training_in_a_thread_is_that_of_the_main_thread(whole, tmp_path):
+    with (
+        pytest.warns(UserWarning, match="outside of the main thread saves nothing at SIGTERM"),
+        ThreadPoolExecutor(1) as threads,
+    ):
+        threads.submit(train, tmp_path / "run", 8).result()
+    assert differences(whole, tmp_path / "run") == []
+
+
+def test_a_second_training_of_a_process_is_refused_and_the_first_goes_on(tmp_path):
+    first = options("dlrm", *RUN, f"run_dir={tmp_path / 'first'}")
+    second = options("dlrm", *RUN, f"run_dir={tmp_path / 'second'}")
+    with Training(first, quiet=True) as training:
+        training.step()
+        with (
+            pytest.raises(ValueError, match=r"this process has a process group .* end that first"),
+            Training(second, quiet=True),
+        ):
+            pass
+        training.step()
+        assert training.num_steps == 2
+
+
+def test_relative_paths_hold_where_the_run_was_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Training(options("dlrm", *RUN, "run_dir=run"), quiet=True) as training:
+        training.step()
+        os.chdir(tmp_path.parent)
+        with pytest.raises(ValueError, match=r"the run's relative paths begin in .* change back"):
+            training.save()
+        os.chdir(tmp_path)
+        training.save()
+    assert not (tmp_path.parent / "run").exists()
+    with Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True) as training:
+        os.chdir(tmp_path.parent)
+        training.train()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (torch.no_grad, "torch.no_grad, inference_mode or set_grad_enabled"),
+        (torch.inference_mode, "torch.no_grad, inference_mode or set_grad_enabled"),
+        (lambda: torch.autocast("cpu", torch.bfloat16), "torch.autocast is in force here"),
+        (lambda: torch.device("meta"), r"torch.set_default_device\(meta\) is in force here"),
+    ],
+)
+def test_settings_of_torch_that_would_change_a_step_are_refused(setting, message, tmp_path):
+    with Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True) as training:
+        with setting(), pytest.raises(ValueError, match=message):
+            training.step()
+        training.step()
+        assert training.num_steps == 1
+        with torch.no_grad():
+            training.evaluate()
+
+
+def test_another_default_dtype_is_refused(tmp_path):
+    torch.set_default_dtype(torch.float64)
+    try:
+        with (
+            pytest.raises(ValueError, match=r"set_default_dtype\(torch.float64\) is in force here"),
+            Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True),
+        ):
+            pass
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_what_an_open_run_refuses_is_a_value_error(tmp_path):

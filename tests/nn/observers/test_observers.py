@@ -201,6 +201,8 @@ def test_a_training_of_the_library_has_observers(tmp_path):
     with pytest.raises(ValueError, match=r"Counting \(0\) has on_finish, which is no event; want"):
         Training(config, observers=[counting])
     named = type("Named", (Observer,), {"on_steps": classmethod(lambda of, loop, trained: None)})
+    with pytest.raises(ValueError, match=r"^type \(0\) is no observer; want an object of a class"):
+        Training(config, observers=[Counting])
     with pytest.raises(ValueError, match=r"Named \(0\) has on_steps, which is no event; want"):
         Training(config, observers=[named()])
 
