@@ -6,8 +6,10 @@ from typing import Any
 
 import pyarrow as pa
 from omegaconf import open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from configs.command_line import compose_overrides
+from configs.messages import shown
 from configs.overrides import to_config
 from configs.preproc_schema import PreprocConfig
 from dataloading.arrow_table import arrow_table
@@ -24,10 +26,9 @@ def describe(table: Any, *, label: str | None = None) -> Description:
     `preprocess`. `label`: the column of the label; None: the likeliest one. Raises ValueError: no such column, or a column
     of a type that Parquet lacks.
     """
-    named = [] if label is None else [f"label={label}"]
     with table_file(_checked(table)) as path:
-        config = to_config(_composed("mode=describe", f"source={path}", *named))
-        return describe_source(path, config)
+        composed = _composed({"source": path, "label": label}, "mode=describe")
+        return describe_source(path, to_config(composed))
 
 
 def preprocess(table: Any, options: dict[str, Any], output: Path | str, *overrides: str) -> None:
@@ -40,18 +41,27 @@ def preprocess(table: Any, options: dict[str, Any], output: Path | str, *overrid
         name = re.split(r"[.={]", str(override).lstrip("+~"))[0]
         if name in ("source", "output", "table"):
             raise ValueError(f"{override}: {name} is another argument of preprocess; change that")
+    if options.get("layout", "table") != "table" or "table" not in options:
+        raise ValueError(
+            f"options: got {shown(options)}; want layout and table as describe() has them"
+        )
     written = [f"{key}={value}" for key, value in options.items() if key not in ("layout", "table")]
     with table_file(_checked(table)) as path:
-        config = _composed(
-            "dataset=any", f"source={path}", f"output={output}", *written, *overrides
-        )
-        with open_dict(config):
-            config.table = options["table"]
-        execute(to_config(config))
+        given = {"source": path, "output": str(output), "table": options["table"]}
+        execute(to_config(_composed(given, "dataset=any", *written, *overrides)))
 
 
-def _composed(*overrides: str) -> Any:
-    return compose_overrides(PreprocConfig, "preproc_schema", "preproc", overrides, ("dataset",))
+def _composed(given: dict[str, Any], *overrides: str) -> Any:
+    """Return the composed options with values of the caller as they are, which the grammar of overrides would read."""
+    config = compose_overrides(PreprocConfig, "preproc_schema", "preproc", overrides, ("dataset",))
+    with open_dict(config):
+        for key, value in given.items():
+            try:
+                config[key] = value
+            except OmegaConfBaseException as error:
+                problem = str(error).splitlines()[0]
+                raise ValueError(f"{key}: {problem}; want values of Python, not NumPy") from None
+    return config
 
 
 def _checked(table: Any) -> pa.Table:

@@ -1,5 +1,6 @@
 """A DataFrame described, preprocessed, trained and predicted by library calls, with the checks of the commands."""
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -73,3 +74,18 @@ def test_a_frame_has_the_checks_of_the_command(tmp_path):
     for own in ("source=x.csv", "output=x", "+table.keep=[item]", "table={}", "~table.split.by"):
         with pytest.raises(ValueError, match="is another argument of preprocess; change that"):
             preprocess(FRAME, describe(FRAME).options, tmp_path / "data", own)
+
+
+def test_arguments_are_taken_as_they_are(tmp_path):
+    described = describe(FRAME).options
+    frame = FRAME.rename(columns={"bought": "bought "})
+    assert describe(frame, label="bought ").options["table"]["label"]["expression"] == '"bought "'
+    preprocess(FRAME, described, tmp_path / "end ", "plot=false")
+    assert (tmp_path / "end " / "feature_spec.yaml").exists()
+    for wrong in ({}, {"layout": "criteo", **{key: described[key] for key in ["table"]}}):
+        with pytest.raises(ValueError, match=r"^options: got {.*}; want layout and table as"):
+            preprocess(FRAME, wrong, tmp_path / "none")
+    described["table"]["split"]["train"] = np.float64(0.5)
+    with pytest.raises(ValueError, match=r"^table: .*float64.*; want values of Python") as caught:
+        preprocess(FRAME, described, tmp_path / "none")
+    assert "\n" not in str(caught.value)
