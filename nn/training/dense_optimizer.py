@@ -180,27 +180,43 @@ def check_dense_rule(config: OptimizerConfig) -> None:
     rule = dense_rule(config)
     if config.name in DENSE_RULES:
         return
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.zeros(2)
+    weights = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))]
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
     with one_line_if_it_fails(f"optimizer.name={config.name}"):
-        optimizer = rule.build([weight], config)
-        for group in optimizer.param_groups:
+        optimizer = rule.build(weights, config)
+        groups = optimizer.param_groups
+        held = [id(weight) for group in groups for weight in group["params"]]
+        rates = {float(group["lr"]) for group in groups}
+        for group in groups:
             group["lr"] = 0.0
-        settings = [_settings(group) for group in optimizer.param_groups]
+        settings = [_settings(group) for group in groups]
+        counts = _counts(optimizer)
         optimizer.step()
-    if not torch.equal(weight, torch.ones(2)):
+    if sorted(held) != sorted(map(id, weights)):
+        raise ValueError(
+            f"optimizer.name={config.name} leaves out parameters that build() gets, which would never be trained; take all"
+        )
+    if len(rates) > 1:
+        raise ValueError(
+            f"optimizer.name={config.name} has groups of several rates, {shown(sorted(rates))}, and each step sets lr of all; "
+            "keep a group's factor under another name, for step() to multiply by"
+        )
+    if not all(weight.eq(1).all() for weight in weights):
         raise ValueError(
             f"optimizer.name={config.name} changes weights in a step with a learning rate of 0 and gradients of 0, by which "
             "its state is created before a checkpoint is restored; scale every change by lr"
         )
     lost = [
         key
+        for weight in weights
         for key, value in optimizer.state[weight].items()
         if value is not None and not isinstance(value, Tensor)
     ]
-    for before, group in zip(settings, optimizer.param_groups, strict=True):
+    lost += [key for key, count in _counts(optimizer).items() if counts.get(key) != count]
+    for earlier, group in zip(settings, groups, strict=True):
         now = _settings(group)
-        lost += [key for key in now if key not in before or before[key] != now[key]]
+        lost += [key for key in now if key not in earlier or earlier[key] != now[key]]
     if lost:
         raise ValueError(
             f"optimizer.name={config.name} keeps {shown(lost[0])} as a number or in its parameter groups, and checkpoints hold "
@@ -210,3 +226,7 @@ def check_dense_rule(config: OptimizerConfig) -> None:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def _counts(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    return {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float)}

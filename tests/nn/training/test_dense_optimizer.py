@@ -53,7 +53,28 @@ def rule_of(optimizer: type[torch.optim.Optimizer]) -> DenseRule:
     )
 
 
-COUNTING, AVERAGING, DECAYING = map(rule_of, (Counting, Averaging, Decaying))
+class SecretCount(torch.optim.SGD):
+    """Keeps the number of its steps as an attribute."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        super().step()
+        self.steps += 1
+
+
+def rule_with(parameters) -> DenseRule:
+    return DenseRule(
+        name="sgd",
+        build=lambda weights, config: torch.optim.SGD(parameters(weights), lr=config.lr),
+        states_per_weight=0,
+    )
+
+
+COUNTING, AVERAGING, DECAYING, SECRET = map(rule_of, (Counting, Averaging, Decaying, SecretCount))
+FIRST = rule_with(lambda weights: weights[:1])
+COPIES = rule_with(lambda weights: [torch.nn.Parameter(weight.detach()) for weight in weights])
+RATES = rule_with(lambda weights: [{"params": weights[:1], "lr": 3.0}, {"params": weights[1:]}])
 ADAMW = replace(rule_of(torch.optim.AdamW), states_per_weight=2)
 
 
@@ -67,6 +88,10 @@ def named(name: str) -> OptimizerConfig:
         ("COUNTING", "keeps 'count' as a number or in its parameter groups"),
         ("AVERAGING", "keeps 'weight_sum' as a number or in its parameter groups"),
         ("DECAYING", "changes weights in a step with a learning rate of 0"),
+        ("SECRET", "keeps 'steps' as a number"),
+        ("FIRST", "leaves out parameters that build"),
+        ("COPIES", "leaves out parameters that build"),
+        ("RATES", r"has groups of several rates, \[3.0, 24.0\], and each step sets lr of all"),
     ],
 )
 def test_an_optimizer_that_would_not_resume_exactly_is_refused(name, message):
