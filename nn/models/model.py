@@ -130,11 +130,6 @@ class Model(nn.Module):
         `share`: this rank's share of the tasks' loss; the sum over ranks is the loss. `share_of`: returns that of other logits.
         """
         for name, term in self.extra_losses().items():
-            if not isinstance(term, Tensor) or term.dim():
-                got = list(term.shape) if isinstance(term, Tensor) else type(term).__name__
-                raise ValueError(
-                    f"{type(self).__name__}.extra_losses(): {name} is {got}; want a tensor []"
-                )
             share = share + term
             # One piece of memory, which all captured passes write.
             if name not in self.logged_losses:

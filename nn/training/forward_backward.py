@@ -346,10 +346,10 @@ class ForwardBackward:
             )
 
         share = self._context.dense.add_losses(share_of(logits), share_of)
-        if not isinstance(share, Tensor) or not share.requires_grad:
+        if not isinstance(share, Tensor) or share.dim() or not share.requires_grad:
             raise ValueError(
-                "the loss has no gradient: forward() or add_losses() of the model takes it away, as detach(), item(), "
-                "torch.no_grad() and NumPy do; compute it by torch's operations"
+                "the model's loss is no tensor [] with a gradient, which detach(), item(), torch.no_grad() and NumPy take away; "
+                "compute what forward(), extra_losses() and add_losses() return by torch's operations"
             )
         return share
 
