@@ -5,7 +5,6 @@ terms. The elementwise operations write the 8 bits that the next product reads.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -38,7 +37,6 @@ HISTORY = 16
 """Passes whose largest values a scale takes into account."""
 ROOM = {INPUT: 2.0, GRADIENT: 16.0}
 """Times that a value may exceed the largest one of these passes, at least, before it is rounded down."""
-SCALES = "scales of per-token networks"
 FIRST_LARGEST = 16.0
 """Taken for the largest value of an input before any pass; that of a gradient is 1 / rows of the global batch."""
 
@@ -294,7 +292,10 @@ class Fp8Network(Fp8Scales):
 
     def begin_pass(self, up: Tensor, down: Tensor, up_bias: Tensor) -> "NetworkPass":
         """Begin a pass; a GPU computes its scales beside what comes before the products, which wait for them."""
-        with on_stream_of_scales(up):
+        stream = stream_of_scales(up)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             scales = self.begin()
         return NetworkPass(scales, self.weight_gradients, up, down, up_bias)
 
@@ -312,8 +313,9 @@ class NetworkPass:
     def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the output [T, B, D], and what `backward` needs."""
         ops = ops_for(x)
-        if x.is_cuda:
-            torch.cuda.current_stream().wait_stream(stream_for(SCALES, x.device))
+        stream = stream_of_scales(x)
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
         # Weights change slowly; reading these for their own largest values would take 2 % of passes of 4,096 samples.
         up = ops.quantise(self.up.detach(), INPUT, self.scales[4], transposed=True)
         down = ops.quantise(self.down.detach(), INPUT, self.scales[5], transposed=True)
@@ -343,13 +345,9 @@ class NetworkPass:
         return of_x, of_up, of_down, bias_sum.view_as(self.up_bias).to(self.up_bias.dtype)
 
 
-def on_stream_of_scales(x: Tensor) -> AbstractContextManager:
-    """Return a context in which a GPU waits for what is queued, and works beside what is queued after it."""
-    if not x.is_cuda:
-        return nullcontext()
-    stream = stream_for(SCALES, x.device)
-    stream.wait_stream(torch.cuda.current_stream())
-    return torch.cuda.stream(stream)
+def stream_of_scales(x: Tensor) -> torch.cuda.Stream | None:
+    """Return the stream on which a GPU computes scales beside other work, None on a CPU."""
+    return stream_for("scales of per-token networks", x.device) if x.is_cuda else None
 
 
 def padded(x: Tensor) -> Tensor:

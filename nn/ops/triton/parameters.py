@@ -26,9 +26,9 @@ class TensorBlocks:
 
     `columns`: tensors per argument of the kernel, contiguous; the n-th ones of all columns have the same number of
     elements. `table`: per block the offset from the first tensor of each column, the number of elements, and the tensor
-    n that begins there, or -1 - n of one that began before; int64 [columns + 2, blocks]. `num_aligned`: blocks whose offsets and sizes are multiples of
-    `ALIGN`. They come first: a block that begins or ends between two vectors of a thread's registers is read number by
-    number, and would slow down all others.
+    n that begins there, or -1 - n of one that began before; int64 [columns + 2, blocks]. `num_aligned`: blocks whose offsets
+    and sizes are multiples of `ALIGN`. They come first: a block that begins or ends between two vectors of a thread's
+    registers is read number by number, and would slow down all others.
     """
 
     def __init__(self, columns: Sequence[Sequence[Tensor]]) -> None:

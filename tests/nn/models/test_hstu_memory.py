@@ -238,6 +238,7 @@ def test_what_a_block_of_rankmixer_keeps_is_declared(amp, monkeypatch):
     kernels = "nn.ops.triton.rankmixer"
     monkeypatch.setattr("nn.ops.triton.fp8.quantise._quantise", NoKernel())
     monkeypatch.setattr("nn.ops.fp8._of_tokens", products_of_tokens)
+    monkeypatch.setattr("nn.layers.fp8.stream_of_scales", lambda _: None)
     for name in ("_norm", "_activate"):
         monkeypatch.setattr(f"{kernels}.{name}", NoKernel())
     monkeypatch.setattr(f"{kernels}.cast_parameters", lambda to, of: [one.to(to) for one in of])
