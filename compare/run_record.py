@@ -234,14 +234,14 @@ def _runs_below(folder: Path) -> Iterator[Path]:
             yield from _runs_below(path)
 
 
-def differing(runs: Iterable[RunRecord], ignored: Iterable[str] = ("run_dir",)) -> list[str]:
+def differing(runs: Iterable[RunRecord]) -> list[str]:
     """Return the names of the options that are not equal in all runs, in the order of config.yaml."""
     all_options = [run.options for run in runs if run.options]
     found = dict.fromkeys(option for options in all_options for option in options)
     return [
         option
         for option in found
-        if option not in ignored
+        if option not in ("run_dir", "config")
         and any(options.get(option) != all_options[0].get(option) for options in all_options)
     ]
 

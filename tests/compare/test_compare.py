@@ -237,6 +237,14 @@ def test_names_are_as_short_as_they_can_be(runs):
     assert short_names(["profile.steps", "optimizer.lr"], ["steps"]) == ["profile.steps", "lr"]
 
 
+def test_where_options_were_read_from_is_no_difference(tmp_path):
+    found = [
+        write_run(tmp_path / name, [0.5], options={"config": config, "seed": seed})
+        for seed, (name, config) in enumerate({"a": None, "b": "runs/a/config.yaml"}.items())
+    ]
+    assert differing(map(RunRecord.read, found)) == ["seed"]
+
+
 def test_an_option_is_the_same_under_its_old_name(tmp_path):
     names = ("staged_gib", "read_ahead_gib")
     found = [write_run(tmp_path / n, [0.5], options={"sharding": {n: 1.0}}) for n in names]
