@@ -415,8 +415,8 @@ class OptimizerConfig(Section):
     )
     embedding_l2: float = option(
         0.0,
-        "L2 of the tables: the gradient of each row that a step looks up gets embedding_l2 * its weights, once; every "
-        "optimizer of tables; not with ragged features or row-wise tables",
+        "L2 of the tables: the gradient of each row that a step looks up gets embedding_l2 * its weights, once; with "
+        "every optimizer of tables",
         ge=0,
     )
     ftrl_l1: float = option(
