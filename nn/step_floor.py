@@ -226,7 +226,7 @@ def count_hbm(
       The sum of a row's gradients stays on chip.
     - activations: the input of each matrix product but embeddings, written forward and read backward. Gradients of activations
       and reads of the forward pass are not counted, since both could stay on chip.
-    - dense half: weights and state read and written, gradients written and read.
+    - dense component: weights and state read and written, gradients written and read.
 
     Not counted: sorting the ids, casts, padding, the multi-hot expansion, metrics.
     """
@@ -254,7 +254,7 @@ def count_hbm(
         * _embedding_bytes(config),
         "rows updated": 2 * updated,
         "activations": batch * saved * activation_bytes * 2,
-        "dense half": model.num_parameters() * FP32_BYTES * (2 + 2 + 2 * states),
+        "dense component": model.num_parameters() * FP32_BYTES * (2 + 2 + 2 * states),
     }
 
 
@@ -271,7 +271,7 @@ def count_all_to_all(
     """Count the bytes that one rank sends to others; with `expands` only the first id of a bag is sent.
 
     Embeddings go to the ranks of their samples and gradients come back, in the dtype of the all-to-all. Not counted: the
-    all-reduce of the gradients of the dense half and of replicated tables, which a switch can sum.
+    all-reduce of the gradients of the dense component and of replicated tables, which a switch can sum.
     """
     one_way = sum(sent.values()) * _embedding_bytes(config)
     remote_share = (world_size - 1) / world_size

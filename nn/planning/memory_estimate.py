@@ -45,7 +45,7 @@ class RankMemory:
     tables: int  # weights and optimizer state, as planned
     expansion: int  # further ids of each stored id (`data.multi_hot`), as planned
     dense_tables: int  # gradients of the replicated tables, as large as their weights
-    dense_half: int  # weights, gradients and optimizer state of the MLPs, and autocast's 16-bit copies of the weights
+    dense_component: int  # weights, gradients and optimizer state of the MLPs, and autocast's 16-bit copies of the weights
     batches: int  # numbers, labels and ids of the batches on the device, and the ids that this rank's tables were sent
     lookups: int  # local embeddings, those that are sent, and the gradients that return
     dense_pass: int  # peak of activations and gradients, in the graph's own memory
@@ -69,7 +69,7 @@ def plan_memory(
     lookups = [_rank_lookups(step, rank, *rows) for rank in range(step.group_size)]
     # Weights, gradients and states, and autocast's copies.
     weight_bytes = FP32_BYTES * (2 + dense_states) + (0 if config.train.amp is Amp.off else 2)
-    dense_half = step.model.num_parameters() * weight_bytes
+    dense_component = step.model.num_parameters() * weight_bytes
     dense_pass = _dense_pass_bytes(step)
     batch_bytes, arrived_id_bytes = _batch_bytes(step, spec)
     hop_bytes = _hop_bytes(step, lookups) if config.sharding.two_hops else 0
@@ -82,7 +82,7 @@ def plan_memory(
                 tables=sum(table.bytes_per_rank[table.ranks.index(rank)] for table in held),
                 expansion=sum(table.expansion_bytes for table in held),
                 dense_tables=FP32_BYTES * replicated_weights(held),
-                dense_half=dense_half,
+                dense_component=dense_component,
                 batches=batch_bytes + arrived_bytes + _mapping_bytes(step, of_rank),
                 lookups=_lookup_bytes(step, of_rank) + hop_bytes,
                 dense_pass=dense_pass,

@@ -102,7 +102,7 @@ def test_bytes_of_a_small_dlrm():
         "embeddings": 5 * 10 * 2 * 8 * 2,
         "rows updated": 7 * 2 * 8 * 4,
         "activations": 2 * 10 * (8 + 16 + 16 + 4) * 2,
-        "dense half": 4 * 4 * parameters,
+        "dense component": 4 * 4 * parameters,
     }
 
 
@@ -348,7 +348,7 @@ def test_ranks_share_the_work():
     )
     assert two.flops["MLPs and cross"] == alone.flops["MLPs and cross"] / 2
     assert two.hbm["rows updated"] == alone.hbm["rows updated"] / 2
-    assert two.hbm["dense half"] == alone.hbm["dense half"]
+    assert two.hbm["dense component"] == alone.hbm["dense component"]
     slower = composed("train.amp=off"), composed("train.amp=off", "train.tf32=false")
     rates = [
         floor_of(*config_and_spec, 1, power_law_shares(0)).flops_per_s for config_and_spec in slower

@@ -245,7 +245,7 @@ def test_the_memory_of_the_dense_component_is_as_declared():
     (memory,) = plan_memory(config, source.spec, plan, 1, dense_states=1)  # adagrad
     # 3 numerical features and 5 embeddings of 8 padded to 48; a linear layer; the scale
     parameters = 48 * 16 + 16 + 16 * 8 + 8 + 8 + 1 + 3 + 1 + 8
-    assert memory.dense_half == parameters * 4 * 3
+    assert memory.dense_component == parameters * 4 * 3
     assert memory.dense_pass == 64 * 4 * (48 + 16 + 8 + 3 + 40 + 2 * 48)
     assert memory.lookups == 64 * 4 * 40
 

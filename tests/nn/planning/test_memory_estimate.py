@@ -275,7 +275,7 @@ def test_each_term_is_what_its_shapes_say():
     assert first.expansion == second.expansion == 7
     # weights and biases of four layers; weight, gradient and adagrad's sum
     parameters = 8 * 16 + 16 + 16 * 8 + 8 + 24 * 16 + 16 + 16 + 1
-    assert first.dense_half == 4 * 3 * parameters
+    assert first.dense_component == 4 * 3 * parameters
     # 64 rows in total, 32 here: 8 columns of one table, 4 of another, 8 of partial sums, sent and returned; 5 local
     elements = 64 * 8 + 64 * 4 + 64 * 8
     local = 32 * 5 * 8 * 4
@@ -454,7 +454,7 @@ def test_16_bit_halves_activations_and_embeddings_and_keeps_a_copy_of_the_weight
     )
     assert half.lookups * 2 == full.lookups
     assert half.dense_pass * 2 == full.dense_pass
-    assert half.dense_half * 6 == full.dense_half * 7
+    assert half.dense_component * 6 == full.dense_component * 7
 
 
 def test_a_plan_for_gpus_tells_the_peak_and_whether_it_fits():

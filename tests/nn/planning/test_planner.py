@@ -462,7 +462,7 @@ def test_a_plan_for_gpus_asks_for_their_memory_where_there_are_none():
 
 
 def test_replicated_tables_are_trained_by_the_tables_rule():
-    """TorchRec leaves them to the dense half's optimizer, so that the number of GPUs would change what is learnt."""
+    """TorchRec leaves them to the dense component's optimizer, so that the number of GPUs would change what is learnt."""
     layouts = ["table_wise", "data_parallel"]
     tables = [",".join(f"cat_{index}:{layout}" for index in range(5)) for layout in layouts]
     rules = ["optimizer.name=sgd", "optimizer.lr=0.5", "optimizer.embedding_name=adagrad"]
