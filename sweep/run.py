@@ -122,6 +122,6 @@ def _conclude(
         f"best        trial {best.number}: {plan.split} {plan.metric.key} {value}",
         f"test        {shown}",
         f"written to  {directory}/",
-        f"            {SWEEP}  {TABLE}  {COORDINATES}  {IMPORTANCES}  trials/  logs/",
+        f"            {SWEEP}  {TABLE}  {COORDINATES}  {IMPORTANCES}  best/  trials/  logs/",
     ):
         print_line(console, text)
