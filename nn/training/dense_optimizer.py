@@ -1,4 +1,4 @@
-"""Optimizers of the dense component, one record per optimizer: torch's own, fused where the device has it.
+"""Optimizers of the dense component, one record per optimizer: torch's own, or kernels of a GPU's own that are faster.
 
 A new optimizer is a `DenseRule` here, or one outside the project with `optimizer.name=package.module:NAME`.
 """
