@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from configs.messages import shortened, shown
 from dataloading.dataset.binary import BinarySource
@@ -15,7 +16,6 @@ from dataloading.dataset.split_files import SplitFiles
 
 SPLIT = "rows"
 """Name of the only split of such a source."""
-_EMPTY = pa.list_(pa.null())
 
 
 def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySource:
@@ -32,9 +32,11 @@ def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySour
     spec = replace(spec, weight=None, teachers=(), splits={SPLIT: files})
     kinds = parquet_columns(spec, files)
     present = table.select([column for column in table.column_names if column in kinds])
-    # Of lists that are all empty, Arrow does not know of what they are.
-    of_ids = [f.with_type(pa.list_(pa.int64())) if f.type == _EMPTY else f for f in present.schema]
-    present = present.cast(pa.schema(of_ids))
+    for index, field in enumerate(present.schema):
+        # Of lists that are all empty, pandas does not know of what they are.
+        if pa.types.is_list(field.type) and not len(pc.list_flatten(present[index])):
+            column = present[index].cast(pa.list_(pa.int64()))
+            present = present.set_column(index, field.name, column)
     check_columns(name, present.schema, kinds)
     rows = decode(present, spec, Where(name), absent)
     return BinarySource(spec, {SPLIT: joined(spec, [rows], files)})
