@@ -91,7 +91,7 @@ class Run:
             if fitted is None
             else _raw_tables(Path(fitted).absolute(), description.stored, saved.facts)
         )
-        model = description.build(config.seed, fills_tables=False)
+        model = description.build(seed=None)
         saved.fill(model.state_dict())
         return cls(
             # The working directory may change.

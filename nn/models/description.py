@@ -217,18 +217,16 @@ class ModelDescription:
     stored: FeatureSpec
     spec: FeatureSpec
 
-    def build(self, seed: int = 0, *, fills_tables: bool = True) -> RankingModel:
+    def build(self, seed: int | None = 0) -> RankingModel:
         """Build tables and dense component for one device, with the initial weights of a seed.
 
-        Weights of tables may be left undefined, to be loaded; constants that a model draws are the seed's too. Raises
-        ValueError: the options do not fit the features.
+        None leaves the weights of tables undefined, to be loaded. Raises ValueError: the options do not fit the features.
         """
-        dense = build_dense(self.options, self.spec, seed)
-        initialise_dense(dense, seed)
+        dense = build_dense(self.options, self.spec, seed or 0)
+        initialise_dense(dense, seed or 0)
         declared = declared_tables(self.options, self.spec)
         handed_out = [table.name for table in declared if hands_out_rows(table, self.spec)]
-        of_tables = seed if fills_tables else None
-        return RankingModel(declared, dense, of_tables, handed_out, self.spec.sequences)
+        return RankingModel(declared, dense, seed, handed_out, self.spec.sequences)
 
 
 def build_from_json(path: Path | str, *, seed: int = 0, trusted: bool = False) -> RankingModel:

@@ -1,6 +1,6 @@
 """Checks of a dense component as it was built: training must train all of it, and checkpoints hold what it needs."""
 
-from torch import Tensor, float32, nn
+from torch import Tensor, equal, float32, nn
 
 from nn.layers.pass_state import PassLayer
 from nn.models.model import Model
@@ -49,6 +49,17 @@ def check_layers(where: str, dense: Model) -> None:
     _check_registered(
         where, dense, {*parameters, *map(id, dense.buffers()), *map(id, dense.modules())}
     )
+
+
+def check_constants(where: str, dense: Model, again: Model) -> None:
+    """Raise `ValueError` unless a model has the same buffers when it is built again, as it is to evaluate and to serve."""
+    others = dict(again.named_buffers())
+    for name, buffer in dense.named_buffers():
+        if not equal(buffer, others[name]):
+            raise ValueError(
+                f"{where}: its buffer {name} is drawn anew each time, and no checkpoint holds it; draw it with "
+                'generator=torch.Generator("cpu").manual_seed(0), device="cpu"'
+            )
 
 
 def _check_registered(where: str, dense: Model, registered: set[int]) -> None:

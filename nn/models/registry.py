@@ -188,9 +188,8 @@ def _own_tables(options: ModelConfig, spec: FeatureSpec) -> list[EmbeddingBagCon
 def build_dense(options: ModelConfig, spec: FeatureSpec, seed: int = 0) -> Model:
     """Build the dense component: forward(numerical [B, N], embeddings) -> logits [B].
 
-    The seed is that of the initial weights of layers without `initialise`, and of constants that a model draws; the global
-    random state is not changed. Raises ValueError: the options do not fit the features, or the model has parts that would not
-    be trained or saved.
+    The seed is that of the initial weights of layers without `initialise`; the global random state is not changed. Raises
+    ValueError: the options do not fit the features, or the model has parts that would not be trained or saved.
     """
     import torch
 
@@ -259,9 +258,14 @@ def build_meta(options: ModelConfig, spec: FeatureSpec) -> Model:
 
 
 def check_model(options: ModelConfig, spec: FeatureSpec) -> None:
-    """Check before any process group exists that a model can be built for a dataset; allocates no memory.
+    """Check before any process group exists that a model can be built for a dataset, and each time with the same constants.
 
-    Raises ValueError: raised by `declared_tables` or `build_dense`.
+    Raises ValueError: raised by `declared_tables` or `build_dense`; or a buffer is drawn anew each time.
     """
+    from nn.models.own_layers import check_constants
+
     declared_tables(options, spec)
-    build_meta(options, spec)
+    dense = build_meta(options, spec)
+    if ":" in options.name and dict(dense.named_buffers()):
+        built = [build_dense(options, spec, seed) for seed in (0, 1)]
+        check_constants(f"model.name={options.name}", *built)

@@ -35,7 +35,7 @@ def load_dense(config: Config, spec: FeatureSpec, saved: SavedModel) -> Model:
 
     Raises ValueError: the checkpoint has other weights than the model.
     """
-    dense = build_dense(config.model, spec, config.seed)
+    dense = build_dense(config.model, spec)
     saved.fill({f"dense.{name}": value for name, value in dense.state_dict().items()})
     return dense.eval().requires_grad_(False)
 

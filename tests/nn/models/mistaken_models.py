@@ -87,13 +87,23 @@ class FailingTables(Linear):
 
 
 class Drawn(Linear):
-    """Random features: a constant that is drawn once."""
+    """Random features."""
 
     def more(self):
-        self.register_buffer("scale", torch.rand(self.columns), persistent=False)
+        self.register_buffer("scale", self.drawn(), persistent=False)
+
+    def drawn(self):
+        return torch.rand(self.columns)
 
     def changed(self, x):
         return x * self.scale
+
+
+class DrawnOnce(Drawn):
+    def drawn(self):
+        return torch.rand(
+            self.columns, generator=torch.Generator("cpu").manual_seed(0), device="cpu"
+        )
 
 
 class Moving(Linear):
