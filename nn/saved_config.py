@@ -66,8 +66,8 @@ def load_saved_config(path: Path, *, trusted: bool) -> Config:
         )
     try:
         return _typed(values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    except (ValueError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
 def config_of(facts: Mapping[str, Any]) -> Config:

@@ -264,6 +264,12 @@ BAD_RUNS = {
         lambda run: replace_in(run, "config.yaml", "recipe: dlrm", "recipe: ${oc.env:HOME}"),
         "recipe is '${oc.env:HOME}'; a run's config.yaml holds values only",
     ),
+    "a section that is missing": (
+        lambda run: (run / "config.yaml").write_text(
+            re.sub(r"(?m)^eval:\n( .*\n)+", "", (run / "config.yaml").read_text())
+        ),
+        "config.yaml: Missing mandatory value: eval",
+    ),
     "an unknown option": (
         lambda run: replace_in(run, "config.yaml", "recipe: dlrm", "recipe: dlrm\nhydra: {a: 1}"),
         "there is no option hydra",
