@@ -37,16 +37,25 @@ from nn.versions import require_stack
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """Loss, logits and batch of a training step, as `StepResult` has them."""
+    """Loss, logits and batch of a training step, as `StepResult` has them; the logits stay as they are."""
 
     loss: float
     logits: Tensor
     _batch: Batch
     _spec: FeatureSpec
+    _training: "Training"
+    _num_steps: int
 
     @property
     def batch(self) -> dict[str, Tensor | JaggedTensor]:
-        """The batch as `Training.batch` names its tensors, on the device."""
+        """The batch as `Training.batch` names its tensors, on the device.
+
+        Raises ValueError: it is on a GPU, and the next step has overwritten it.
+        """
+        if self.logits.is_cuda and self._training.num_steps != self._num_steps:
+            raise ValueError(
+                "a later step has overwritten this batch; take it, and clone what you keep, before the next step()"
+            )
         return named_tensors(self._batch, self._spec)
 
 
@@ -178,8 +187,10 @@ class Training:
         with trainer.writing_late_record():
             trainer.begin_step()
             trained = session.step.train(trainer.num_steps, prefetcher)
+        # The memory of a CUDA graph is written again.
+        logits = trained.logits.clone() if trained.logits.is_cuda else trained.logits
         trainer.finish_step(trained, prefetcher)
-        return TrainedStep(trained.loss, trained.logits, trained.batch, self.spec)
+        return TrainedStep(trained.loss, logits, trained.batch, self.spec, self, trainer.num_steps)
 
     def evaluate(self) -> dict[str, Any]:
         """Evaluate on `eval.split`, write the record, and return it, such as `test_auc` and `test_log_loss`."""

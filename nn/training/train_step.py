@@ -217,11 +217,11 @@ class TrainStep:
         factor = self.schedule(step)
         if isinstance(factor, Real):
             with suppress(OverflowError):
-                if math.isfinite(value := float(factor)):
+                if 0 <= (value := float(factor)) < math.inf:
                     return value
         raise ValueError(
-            f"the schedule returned {shown(factor)} for step {step:,}; want a finite number, by which the learning rates "
-            "are multiplied"
+            f"the schedule returned {shown(factor)} for step {step:,}; want a finite number from 0 on, by which the learning "
+            "rates are multiplied"
         )
 
     @torch.no_grad()

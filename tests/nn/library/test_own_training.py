@@ -84,6 +84,21 @@ def test_a_batch_is_a_dictionary_of_named_tensors(tmp_path):
         assert not torch.equal(named["user"], training.batch()["user"])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_a_result_keeps_its_logits_and_refuses_a_batch_that_is_overwritten(tmp_path):
+    gpu = [text for text in RUN if text != "device=cpu"]
+    config = options("dlrm", *gpu, "device=cuda", f"run_dir={tmp_path / 'run'}")
+    with Training(config, quiet=True) as training:
+        result = training.step()
+        logits = result.logits.clone()
+        assert len(result.batch["cat_0"]) == len(logits)
+        training.step()
+        torch.testing.assert_close(result.logits, logits, rtol=0, atol=0)
+        with pytest.raises(ValueError, match="a later step has overwritten this batch; take it"):
+            _ = result.batch
+
+
 def test_an_own_schedule_sets_the_learning_rates(tmp_path):
     with Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True) as training:
         training.set_schedule(lambda step: 0.5**step)
@@ -101,7 +116,7 @@ def test_an_own_schedule_sets_the_learning_rates(tmp_path):
 
 def test_a_schedule_that_is_no_number_is_refused_and_may_be_corrected(whole, tmp_path):
     with Training(options("dlrm", *RUN, f"run_dir={tmp_path / 'run'}"), quiet=True) as training:
-        for factor in (float("nan"), float("inf"), 10**400, "x", None):
+        for factor in (float("nan"), float("inf"), -1.0, 10**400, "x", None):
             training.set_schedule(lambda step, factor=factor: factor)
             with pytest.raises(
                 ValueError, match=r"the schedule returned .* for step 0; want a finite"
