@@ -62,9 +62,8 @@ def arrow_table(table: Any) -> tuple[pa.Table, Any]:
 
 def _problem(column: Any) -> str | None:
     """Return why Arrow cannot hold a pandas column, and what to do; None if it can."""
-    kinds = {str(column.dtype)}
-    if column.dtype == object:
-        kinds = {type(value).__name__ for value in column[column.notna()]}
+    values = column[column.notna()] if column.dtype == object else ()
+    kinds = {type(value).__name__ for value in values} or {str(column.dtype)}
     if len(kinds) > 1:
         return f"has values of several types, {', '.join(sorted(kinds))}; want one: convert it, for example by astype(str)"
     if any(kind.startswith("complex") for kind in kinds):

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from configs.command_line import compose_overrides
 from configs.messages import shown
-from configs.overrides import to_config
+from configs.overrides import one_line, to_config
 from configs.preproc_schema import PreprocConfig
 from dataloading.arrow_table import arrow_table
 from preproc.__main__ import execute
@@ -54,13 +54,11 @@ def preprocess(table: Any, options: dict[str, Any], output: Path | str, *overrid
 def _composed(given: dict[str, Any], *overrides: str) -> Any:
     """Return the composed options with values of the caller as they are, which the grammar of overrides would read."""
     config = compose_overrides(PreprocConfig, "preproc_schema", "preproc", overrides, ("dataset",))
-    with open_dict(config):
-        for key, value in given.items():
-            try:
-                config[key] = value
-            except OmegaConfBaseException as error:
-                problem = str(error).splitlines()[0]
-                raise ValueError(f"{key}: {problem}; want values of Python, not NumPy") from None
+    try:
+        with open_dict(config):
+            config.update(given)
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{one_line(error)}; want values of Python, not NumPy") from None
     return config
 
 

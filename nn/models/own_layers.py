@@ -35,10 +35,6 @@ def check_layers(where: str, dense: Model) -> None:
                 f"{where}: the parameter {name} has {got}; want float32, trained: what is not trained is a buffer "
                 "(register_buffer with persistent=False), and train.freeze=[dense] keeps all weights"
             )
-    if not parameters:
-        raise ValueError(
-            f"{where} has no parameters, and the dense component is trained; give it one, such as a bias in an nn.Parameter"
-        )
     for name in sorted(dense.saved_buffers()):
         if not isinstance(dense.get_submodule(name.rpartition(".")[0]), PassLayer):
             raise ValueError(

@@ -190,8 +190,7 @@ def check_dense_rule(config: OptimizerConfig) -> None:
         rates = {float(group["lr"]) for group in groups}
         for group in groups:
             group["lr"] = 0.0
-        settings = [_settings(group) for group in groups]
-        counts = _counts(optimizer)
+        before = _facts(optimizer)
         optimizer.step()
     if sorted(held) != sorted(map(id, weights)):
         raise ValueError(
@@ -213,10 +212,8 @@ def check_dense_rule(config: OptimizerConfig) -> None:
         for key, value in optimizer.state[weight].items()
         if value is not None and not isinstance(value, Tensor)
     ]
-    lost += [key for key, count in _counts(optimizer).items() if counts.get(key) != count]
-    for earlier, group in zip(settings, groups, strict=True):
-        now = _settings(group)
-        lost += [key for key in now if key not in earlier or earlier[key] != now[key]]
+    now = _facts(optimizer)
+    lost += [key[1] for key in now if key not in before or before[key] != now[key]]
     if lost:
         raise ValueError(
             f"optimizer.name={config.name} keeps {shown(lost[0])} as a number or in its parameter groups, and checkpoints hold "
@@ -224,9 +221,10 @@ def check_dense_rule(config: OptimizerConfig) -> None:
         )
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _counts(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    return {key: value for key, value in vars(optimizer).items() if isinstance(value, int | float)}
+def _facts(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], Any]:
+    """Return the settings of an optimizer's groups, and the numbers among its attributes, as those of a group -1."""
+    numbers = {key: of for key, of in vars(optimizer).items() if isinstance(of, int | float)}
+    groups = {-1: numbers} | dict(enumerate(optimizer.param_groups))
+    return {
+        (n, key): of for n, group in groups.items() for key, of in group.items() if key != "params"
+    }

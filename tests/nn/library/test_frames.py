@@ -86,6 +86,8 @@ def test_arguments_are_taken_as_they_are(tmp_path):
         with pytest.raises(ValueError, match=r"^options: got {.*}; want layout and table as"):
             preprocess(FRAME, wrong, tmp_path / "none")
     described["table"]["split"]["train"] = np.float64(0.5)
-    with pytest.raises(ValueError, match=r"^table: .*float64.*; want values of Python") as caught:
+    with pytest.raises(
+        ValueError, match=r"^table.split.train: .*float64.*; want values of Python"
+    ) as caught:
         preprocess(FRAME, described, tmp_path / "none")
     assert "\n" not in str(caught.value)

@@ -68,11 +68,6 @@ class Tied(Linear):
         self.other = self.out
 
 
-class NoParameters(Linear):
-    def more(self):
-        del self.out
-
-
 class NoSuper(Model):
     Options = ModelConfig
 

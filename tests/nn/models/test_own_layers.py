@@ -36,7 +36,6 @@ def train(config: Config) -> None:
         ("Frozen", "the parameter out.weight has requires_grad=False; want"),
         ("Double", "the parameter scale has torch.float64; want float32"),
         ("Tied", "out.weight and other.weight are one parameter"),
-        ("NoParameters", "has no parameters"),
         ("NoSuper", r"its __init__ does not call super\(\).__init__\(\)"),
         ("FailingTables", r"tables\(\) has failed \(AttributeError: 'FeatureSpec'"),
         ("Drawn", "its buffer scale is drawn anew each time, and no checkpoint holds it"),
