@@ -25,8 +25,9 @@ from configs.preproc_schema import OnBad, PreprocConfig
 from configs.table_schema import LINE_FORMATS, Source
 from dataloading.dataset.durable_files import replace_directory
 from preproc.raw_files import RawFile, cut_short
-from preproc.table.expressions import NO_CODE, RELATION_FILE, quoted, text
+from preproc.table.expressions import CODED_FILE, RELATION_FILE, quoted, text
 from preproc.table.line_formats import lines_of
+from preproc.table.output_files import allocate
 from preproc.table.source_files import SourceFiles
 from preproc.work_directory import connect, is_disk_error, is_small, memory_bytes
 
@@ -153,8 +154,8 @@ class DuckDBEngine:
         self._threads = config.threads or os.cpu_count() or 1
         # Most queries of a column are too small for several threads.
         self.columns_at_once = 1 if self._is_small else self._threads
-        self._array_bytes = memory // 64 // self._threads
         self._own, self._of_threads = threading.get_ident(), threading.local()
+        self._coded: dict[str, Any] = {}  # relations that `stage` has written
         self._connection = connect(config, directory, max(memory - BASE_BYTES, 2 * memory // 5))
         self._connection.execute(
             # With a buffer of some batches DuckDB runs on while one of them is taken.
@@ -309,23 +310,18 @@ class DuckDBEngine:
         ((_, plan),) = self.rows(f"EXPLAIN (FORMAT json) {query}")
         return _operators(json.loads(plan)) <= IN_ORDER
 
-    def count_codes(self, directory: Path, column: str, rows: range, is_list: bool) -> str:
-        """Return a relation (value, count) of the values in some rows, each in one row or several; it is read once.
-
-        `is_list`: whether the column has lists.
-        """
-        texts = f"texts_{column}"
-        ((num_codes,),) = self.rows(f"SELECT count(*) FROM {texts}")
-        if 8 * num_codes > self._array_bytes:
-            code = f"unnest({column})" if is_list else column
-            files = text(glob.escape(str(directory)) + "/*.parquet")
-            codes = f"SELECT {code} AS code FROM read_parquet({files}) WHERE row_ >= {rows.start} AND row_ < {rows.stop}"
-            counts = f"SELECT code, count(*) AS count FROM ({codes}) WHERE code IS NOT NULL GROUP BY code"
-            return f"(SELECT t.value, x.count FROM ({counts}) AS x JOIN {texts} AS t ON x.code = t.code)"
+    def count_codes(self, directory: Path, column: str, rows: range) -> str:
+        """Return a relation (value, count) of the values in some rows, each in one row or several; it is read once."""
         from preproc.table.text_codes import count_codes, counted_texts
 
-        counts_of_codes = count_codes(directory, column, rows, num_codes)
-        found = counted_texts(directory.with_name("all_") / texts, counts_of_codes)
+        texts = f"texts_{column}"
+        ((num_codes,),) = self.rows(f"SELECT count(*) FROM {texts}")
+        path = directory.with_name(f"counts_{column}.bin")
+        allocate(path, 8 * max(num_codes, 1))
+        counts = np.memmap(path, np.int64, "r+")
+        path.unlink()
+        count_codes(directory, column, rows, counts)
+        found = counted_texts(directory.with_name("all_") / texts, counts)
         self._current.register(f"counted_{column}", found)
         return f"counted_{column}"
 
@@ -346,13 +342,13 @@ class DuckDBEngine:
         replace_directory(temporary, path)
 
     def view(self, name: str, path: Path) -> None:
-        files = text(glob.escape(str(path)) + "/*.parquet")
-        columns = "*"
-        if name in ("all_", "staged_", "rows_"):
-            codes = f"SELECT name FROM parquet_schema({files}) WHERE repetition_type = 'REQUIRED' AND type = 'INT32'"
-            nulls = [f"nullif({code}, {NO_CODE}) AS {code}" for (code,) in self.rows(codes)]
-            columns += f" REPLACE ({', '.join(nulls)})" * bool(nulls)
-        rows = f"SELECT {columns} FROM read_parquet({files})"
+        if (path / CODED_FILE).exists():
+            from preproc.table.text_codes import mapped_by_query, mapped_rows
+
+            self._coded[name] = (mapped_by_query if self._is_small else mapped_rows)(path)
+            self._current.register(name, self._coded[name])
+            return
+        rows = f"SELECT * FROM read_parquet({text(glob.escape(str(path)) + '/*.parquet')})"
         self.rows(f"CREATE OR REPLACE VIEW {quoted(name)} AS {rows}")
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
@@ -397,6 +393,8 @@ class DuckDBEngine:
             return self._connection
         if not hasattr(self._of_threads, "connection"):
             self._of_threads.connection = self._connection.cursor()
+            for name, rows in self._coded.items():
+                self._of_threads.connection.register(name, rows)
         return self._of_threads.connection
 
     def rejected(self) -> list[tuple[str, int, str, str]]:
@@ -431,7 +429,7 @@ def checked_order(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBat
     """Yield rows of one source; RuntimeError if they are not in the order of its files."""
     last = (-1, -1)
     for batch in batches:
-        files, order = (np.asarray(batch.column(name)).astype(np.int64) for name in SOURCE_ORDER)
+        files, order = (np.asarray(batch.column(name)) for name in SOURCE_ORDER)
         if len(files):
             steps = np.diff(files, prepend=last[0]), np.diff(order, prepend=last[1])
             # No assertion, which `python -O` would leave out.

@@ -28,8 +28,10 @@ from preproc.text_columns import TEXT_TYPES
 UNIT_SEPARATOR = "chr(31)"
 RELATION_FILE = "0.parquet"
 """File of a relation that DuckDB stores, in its directory."""
+CODED_FILE = "0.arrow"
+"""File of the staged rows, and of each column's texts, in its directory: read without decoding."""
 NO_CODE = -1
-"""In place of the code of a missing text, in files; views have null there."""
+"""In place of the code of a missing text, in arrays."""
 FIXED_POINT = 2.0**40
 LARGEST_DOUBLE = "1.7976931348623157e308"
 

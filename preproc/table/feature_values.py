@@ -106,11 +106,11 @@ class CodedValues:
 
     features: list[Categorical]
     write: Write
-    count: Callable[[str, range, bool], str]
+    count: Callable[[str, range], str]
 
     def counts(self, number: int, rows: range) -> str:
         """Count the codes, then add up those of a value."""
-        return merge_counts(self.count(f"c{number}", rows, self.features[number].is_list))
+        return merge_counts(self.count(f"c{number}", rows))
 
     def num_rows(self, number: int, rows: range) -> str:
         column = f"c{number}"

@@ -101,8 +101,7 @@ def write_log(
         ]
         stream = stack.enter_context(firsts.open("wb"))
         every = ["who_", "item_", "out_", *of_ids, *columns]
-        # So few that their arrays stay in a cache of the processor.
-        for lines in files.batches(line, every, most=GROUP_ROWS):
+        for lines in files.batches(line, every):
             item, who, time = (np.asarray(lines[name]) for name in ("item_", "who_", "time_"))
             starts, stops, before, is_new = cursor.advance(who, time, item)
             before[is_new].tofile(stream)

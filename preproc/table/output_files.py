@@ -18,15 +18,18 @@ from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.lineage import RARE, VOCABULARY
 from preproc.dataset_writer import RecordedFile
 from preproc.report.console import LabelSum, ListCounts, NumericalRange
-from preproc.table.expressions import RELATION_FILE, quoted, text
+from preproc.table.expressions import CODED_FILE, RELATION_FILE, quoted, text
 from preproc.table.extension import DAYS_COLUMNS
 from preproc.table.transformation import NO_VALUE, stored_ids, stored_numericals
 from preproc.work_directory import Work, small_database
 
 if TYPE_CHECKING:
+    import duckdb
     import pyarrow as pa
 
 CHUNK_ROWS = 1 << 20
+# So few that their arrays stay in a cache of the processor.
+BATCH_ROWS = 1 << 15
 # Kept columns may be long texts.
 KEPT_CHUNK_ROWS = 1 << 18
 GROUP_ROWS = 122_880
@@ -65,33 +68,44 @@ class TableFiles(AbstractContextManager["TableFiles"]):
     def _files(self, relation: str) -> str:
         return text(glob.escape(str(self.directory / relation)) + "/*.parquet")
 
+    def _rows(self, connection: "duckdb.DuckDBPyConnection", relation: str) -> str:
+        """Return the rows of a relation for a query of the connection: those of Parquet files, or of a coded file."""
+        if not (self.directory / relation / CODED_FILE).exists():
+            return f"read_parquet({self._files(relation)})"
+        from preproc.table.text_codes import mapped_rows  # and pyarrow, of 25 MB
+
+        connection.register("coded_", mapped_rows(self.directory / relation))
+        return "coded_"
+
     def _in_order(self, relation: str, order_by: str) -> str:
         """Return ORDER BY, unless DuckDB has written the relation: one file in order, which one thread reads.
 
         A sort would hold all values in memory. The files of other engines need not be in the order of their names: Spark
         reads the largest first, and so writes its rows as the first file.
         """
-        is_one = (self.directory / relation / RELATION_FILE).exists()
+        folder = self.directory / relation
+        is_one = any((folder / name).exists() for name in (RELATION_FILE, CODED_FILE))
         return "" if is_one else f" ORDER BY {order_by}"
 
     def batches(
-        self, relation: str, columns: list[str], rows: range | None = None, most: int = 0
+        self, relation: str, columns: list[str], rows: range | None = None
     ) -> Iterator["pa.RecordBatch"]:
-        """Yield columns of rows of a relation, by default of all, in the order of `row_`, at most `most` at a time."""
-        files, in_order = self._files(relation), self._in_order(relation, "row_")
+        """Yield columns of rows of a relation, by default of all, in the order of `row_`."""
+        in_order = self._in_order(relation, "row_")
         with self._connection.cursor() as cursor:
+            source = self._rows(cursor, relation)
             if rows is None:
-                count = f"SELECT count(*) FROM read_parquet({files})"
+                count = f"SELECT count(*) FROM {source}"
                 rows = range(cursor.execute(count).fetchall()[0][0])
             # One stream, but for what is sorted within memory.
             step = CHUNK_ROWS if in_order else max(len(rows), 1)
             for start in range(rows.start, rows.stop, step):
                 stop, found = min(start + step, rows.stop), 0
                 query = (
-                    f"SELECT {', '.join(columns)}, row_ FROM read_parquet({files}) "
+                    f"SELECT {', '.join(columns)}, row_ FROM {source} "
                     f"WHERE row_ >= {start} AND row_ < {stop}{in_order}"
                 )
-                with cursor.sql(query).to_arrow_reader(most or CHUNK_ROWS) as reader:
+                with cursor.sql(query).to_arrow_reader(BATCH_ROWS) as reader:
                     for batch in reader:
                         numbers = np.asarray(batch.column(len(columns)))
                         _expect((np.diff(numbers, prepend=start + found - 1) == 1).all(), relation)
@@ -125,7 +139,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
 
         assert KEPT_CHUNK_ROWS % ROW_GROUP_ROWS == 0
         columns = ", ".join(f"keep{i}_ AS {quoted(name)}" for i, name in enumerate(names))
-        query = f"SELECT {columns} FROM read_parquet({self._files(self.rows_in)})"
+        query = f"SELECT {columns} FROM {self._rows(self._connection, self.rows_in)}"
         schema = self._connection.sql(f"{query} LIMIT 0").to_arrow_table().schema
         for split, rows in self.splits.items():
             with KeptWriter(self.dataset, split, schema) as writer:
@@ -278,10 +292,10 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         import pyarrow as pa
 
         paths = [self.directory / f"{stem}.{part}.bin" for part in ("ends", "texts")]
-        query = f"SELECT {column} FROM read_parquet({self._files(relation)})"
-        query += self._in_order(relation, "row_")
         last = np.zeros(1, np.int64)
         with self._connection.cursor() as cursor, ExitStack() as stack:
+            query = f"SELECT {column} FROM {self._rows(cursor, relation)}"
+            query += self._in_order(relation, "row_")
             ends, texts = (stack.enter_context(path.open("wb")) for path in paths)
             last.tofile(ends)
             for batch in cursor.sql(query).to_arrow_reader(GROUP_ROWS):

@@ -5,6 +5,7 @@ memory does not grow with the values, and there are no more codes than rows. Rel
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +13,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pyarrow import dataset
+from pyarrow.fs import LocalFileSystem
 
-from dataloading.dataset.parquet_writer import abandon_writer, as_arrow
+from dataloading.dataset.parquet_writer import as_arrow
 from preproc.ordered_map import ordered_map
-from preproc.table.expressions import NO_CODE, RELATION_FILE
+from preproc.table.expressions import CODED_FILE, NO_CODE, RELATION_FILE
 
 # Rows that differ in few texts are coded in 4 bytes.
 MOST_CODES = 2**31 - 1
-BATCH_TEXTS = 1 << 17
 TEXTS_SCHEMA = pa.schema({"code": pa.int32(), "value": pa.string()})
 
 TextBatch = tuple[pa.RecordBatch, Mapping[str, list[pa.DictionaryArray]]]
@@ -47,10 +49,11 @@ def coded_texts(texts: pa.Array) -> Coded:
         # Of a row group of many batches: each would list all texts.
         texts = texts.cast(texts.type.value_type)
     encoded = texts if pa.types.is_dictionary(texts.type) else texts.dictionary_encode()
-    codes, empty = encoded.indices, pc.index(encoded.dictionary, "").as_py()
+    codes, found = encoded.indices, encoded.dictionary.cast(pa.string())
+    empty = pc.index(found, "").as_py()
     if empty >= 0:
         codes = pc.if_else(pc.equal(codes, empty), None, codes)
-    return Coded(codes, encoded.dictionary.cast(pa.string()))
+    return Coded(codes, found)
 
 
 def _joined(parts: list[Coded]) -> Coded:
@@ -101,81 +104,43 @@ def write_coded(
             found[name] = crossed_codes([found[of] for of in parts])
         return rows, found
 
-    with _Writer(path, schema, columns) as writer:
+    with ExitStack() as files:
+        writer = _Writer(files, path, schema, columns)
         for batch, found in ordered_map(coded, batches, threads, threads + 1):
             writer.append(batch, found)
+        writer.finish()
 
 
 class _Writer:
-    """Appends batches to the files of rows and texts."""
+    """Appends batches to the files of rows and texts, which `files` closes; `finish` makes them complete."""
 
-    def __init__(self, path: Path, schema: pa.Schema, columns: Collection[str]) -> None:
-        fields = [pa.field("row_", pa.int64())]
-        for field in schema:
-            if field.name in columns and pa.types.is_list(field.type):
-                field = field.with_type(pa.list_(pa.int32()))
-            elif field.name in columns:
-                # A column that cannot have nulls is written and read in half the time.
-                field = pa.field(field.name, pa.int32(), nullable=False)
-            fields.append(field)
-        self._schema = pa.schema(fields)
-        # Labels, splits and messages repeat; numbers and codes rarely do, or are narrow.
-        texts = [field.name for field in fields if pa.types.is_string(field.type)]
+    def __init__(
+        self, files: ExitStack, path: Path, schema: pa.Schema, columns: Collection[str]
+    ) -> None:
+        kinds = {"row_": pa.int64()} | dict(zip(schema.names, schema.types, strict=True))
+        for name in columns:
+            is_list = pa.types.is_list(kinds[name])
+            kinds[name] = pa.list_(pa.int32()) if is_list else pa.int32()
+        self._schema = pa.schema(kinds)
         self._num_codes = dict.fromkeys(columns, 0)
         self._num_rows = 0
-        self._texts: dict[str, pq.ParquetWriter] = {}
-        self._rows = pq.ParquetWriter(
-            path / RELATION_FILE,
-            self._schema,
-            use_dictionary=texts,
-            compression="none",
-            # By these DuckDB finds the rows of a split.
-            write_statistics=["row_"],
-        )
-        try:
-            for name in columns:
-                (path / f"texts_{name}").mkdir()
-                self._texts[name] = pq.ParquetWriter(
-                    path / f"texts_{name}" / RELATION_FILE,
-                    TEXTS_SCHEMA,
-                    use_dictionary=False,
-                    compression="none",
-                    write_statistics=False,
-                )
-        except BaseException:
-            self._abandon()
-            raise
+        self._rows = _new_file(files, path, self._schema)
+        self._texts = {
+            name: _new_file(files, path / f"texts_{name}", TEXTS_SCHEMA) for name in columns
+        }
 
-    def __enter__(self) -> "_Writer":
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        try:
-            if error is None:
-                for writer in self._writers:
-                    writer.close()
-        finally:
-            self._abandon()
-
-    @property
-    def _writers(self) -> list[pq.ParquetWriter]:
-        return [self._rows, *self._texts.values()]
-
-    def _abandon(self) -> None:
-        """Close what is still open; on a full disk, most likely, it cannot be written."""
-        for writer in self._writers:
-            abandon_writer(writer)
+    def finish(self) -> None:
+        for writer in (self._rows, *self._texts.values()):
+            writer.close()
 
     def append(self, batch: pa.RecordBatch, coded: dict[str, Coded]) -> None:
         rows = np.arange(self._num_rows, self._num_rows + len(batch))
         self._num_rows += len(batch)
         columns = [as_arrow(rows)]
         for name in self._schema.names[1:]:
-            if (found := coded.get(name)) is None:
-                columns.append(batch.column(name))
-                continue
-            column = found.column(self._append_texts(name, found))
-            columns.append(column.fill_null(NO_CODE) if found.offsets is None else column)
+            found = coded.get(name)
+            first = 0 if found is None else self._append_texts(name, found)
+            columns.append(batch.column(name) if found is None else found.column(first))
         self._rows.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
     def _append_texts(self, name: str, coded: Coded) -> int:
@@ -193,6 +158,24 @@ class _Writer:
         return first
 
 
+def _new_file(files: ExitStack, directory: Path, schema: pa.Schema) -> pa.RecordBatchFileWriter:
+    directory.mkdir(exist_ok=True)
+    file = files.enter_context(pa.OSFile(str(directory / CODED_FILE), "wb"))
+    return pa.ipc.new_file(file, schema)
+
+
+def mapped_rows(directory: Path) -> pa.Table:
+    """Return the staged rows, or the texts of a column, in `directory`; they are read as they are used."""
+    with pa.memory_map(str(directory / CODED_FILE)) as file:
+        return pa.ipc.open_file(file).read_all()
+
+
+def mapped_by_query(directory: Path) -> dataset.Dataset:
+    """Return the same for queries, each of which maps what it reads: slower, but nothing stays in memory."""
+    files = LocalFileSystem(use_mmap=True)
+    return dataset.dataset(str(directory / CODED_FILE), format="ipc", filesystem=files)
+
+
 def flat_codes(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return the codes of rows, flat, `NO_CODE` for a missing text, and the lengths of their lists; none without lists."""
     lengths = np.zeros(0, np.int32)
@@ -206,21 +189,20 @@ def read_codes(
     directory: Path, column: str, rows: range
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the codes of some rows, and the lengths of lists, as `flat_codes`."""
+    if (directory / CODED_FILE).exists():
+        part = mapped_rows(directory).column(column).slice(rows.start, len(rows))
+        yield from map(flat_codes, part.chunks)
+        return
+    first = 0
     with pq.ParquetFile(directory / RELATION_FILE) as file:
-        first = 0
-        for group in range(file.num_row_groups):
-            stop = first + file.metadata.row_group(group).num_rows
-            start, end = max(first, rows.start), min(stop, rows.stop)
-            if start < end:
-                table = file.read_row_group(group, [column], use_threads=False)
-                for chunk in table.column(0).slice(start - first, end - start).chunks:
-                    yield flat_codes(chunk)
-            first = stop
+        for batch in file.iter_batches(columns=[column], use_threads=False):
+            part = batch.column(0)[max(rows.start - first, 0) : max(rows.stop - first, 0)]
+            first += len(batch)
+            yield flat_codes(part)
 
 
-def count_codes(directory: Path, column: str, rows: range, num_codes: int) -> np.ndarray:
-    """Return how often every code occurs in some rows, int64 [num_codes]; arguments as of `read_codes`."""
-    counts = np.zeros(num_codes, np.int64)
+def count_codes(directory: Path, column: str, rows: range, counts: np.ndarray) -> None:
+    """Add to `counts`, int64, how often every code occurs in some rows; arguments as of `read_codes`."""
     for codes, _ in read_codes(directory, column, rows):
         if len(codes) and codes.min() < 0:
             codes = codes[codes >= 0]
@@ -229,7 +211,6 @@ def count_codes(directory: Path, column: str, rows: range, num_codes: int) -> np
             first = int(codes.min())
             found = np.bincount(codes - first)
             counts[first : first + len(found)] += found
-    return counts
 
 
 def counted_texts(directory: Path, counts: np.ndarray) -> pa.RecordBatchReader:
@@ -238,11 +219,13 @@ def counted_texts(directory: Path, counts: np.ndarray) -> pa.RecordBatchReader:
 
     def batches() -> Iterator[pa.RecordBatch]:
         first = 0
-        with pq.ParquetFile(directory / RELATION_FILE) as file:
-            for texts in file.iter_batches(BATCH_TEXTS, columns=["value"], use_threads=False):
-                found = as_arrow(counts[first : first + len(texts)])
-                first += len(texts)
-                batch = pa.RecordBatch.from_arrays([texts.column(0), found], schema=schema)
+        # Not mapped: read texts would stay in memory beside the groups.
+        with pa.OSFile(str(directory / CODED_FILE)) as file, pa.ipc.open_file(file) as texts:
+            for number in range(texts.num_record_batches):
+                values = texts.get_batch(number).column("value")
+                found = as_arrow(counts[first : first + len(values)])
+                first += len(values)
+                batch = pa.RecordBatch.from_arrays([values, found], schema=schema)
                 yield batch.filter(pc.greater(found, 0))
 
     return pa.RecordBatchReader.from_batches(schema, batches())

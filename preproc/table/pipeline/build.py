@@ -154,7 +154,7 @@ def _identity(
         "fitted": fitted.files if fitted else None,
         "table": asdict(table),
         "engine": config.engine.name,
-        "format": 5,
+        "format": 6,
         "files": [file.identity for file in files],
     }
 

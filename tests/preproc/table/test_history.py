@@ -311,6 +311,7 @@ def test_a_history_is_written_in_pieces(tmp_path, monkeypatch):
     rows = random_rows(17)
     table = described(write_rows(tmp_path / "t.csv", rows))
     monkeypatch.setattr("preproc.table.output_files.CHUNK_ROWS", 7)
+    monkeypatch.setattr("preproc.table.output_files.BATCH_ROWS", 7)
     build(tmp_path / "out", table)
     check(tmp_path / "out", reference(rows, 3), 3)
 

@@ -538,7 +538,7 @@ def test_a_log_is_written_in_pieces_and_a_stopped_run_resumes(tmp_path, monkeypa
     table = described(write_rows(tmp_path / "t.csv", rows))
     wanted = build(tmp_path / "whole", table, "shuffle=true")
     latest = pq.read_table(tmp_path / "whole/latest/past.parquet")
-    monkeypatch.setattr("preproc.table.output_files.CHUNK_ROWS", 7)
+    monkeypatch.setattr("preproc.table.output_files.BATCH_ROWS", 7)
     monkeypatch.setattr("preproc.table.log_files.GROUP_ROWS", 5)
     assert build(tmp_path / "out", table, "shuffle=true") == wanted
     assert pq.read_table(tmp_path / "out/latest/past.parquet").equals(latest)
