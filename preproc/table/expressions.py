@@ -51,9 +51,9 @@ def crossed(columns: list[str]) -> str:
     return f" || {UNIT_SEPARATOR} || ".join(parts)
 
 
-def categorical_value(feature: Categorical, value: str) -> str:
-    """Return the value to count, text or a list, of the column `value` that holds its expression."""
-    if feature.list or feature.cross:
+def categorical_value(feature: Categorical, value: str, is_whole: bool = False) -> str:
+    """Return the value to count of the column `value`: text, a list, or a whole number that becomes text by value."""
+    if feature.list or feature.cross or (is_whole and not feature.separator):
         return value
     as_text = f"nullif(CAST({value} AS STRING), '')"
     return f"split_text({as_text}, {text(feature.separator)})" if feature.separator else as_text

@@ -67,6 +67,7 @@ NO_TEXT_TYPE = re.compile(
 KEPT_TYPE = re.compile(
     r"u?(tiny|small|big)?int(eger)?|boolean|decimal.*|float|double|varchar|string|date|timestamp.*"
 )
+WHOLE_TYPE = re.compile(r"u?(tiny|small|big)?int(eger)?")
 EXACT_TYPE = re.compile(r"u?(tiny|small|big|huge)?int(eger)?|boolean|decimal.*")
 NAN = "'nan'"
 LARGEST_FLOAT = "3.4028234663852886e38"
@@ -154,6 +155,9 @@ class Staging:
             self._refuse_expression(base, lambda query: len(engine.columns(query)) == width + 1)
             raise ValueError(f"table: {reason}")
         self._base_query, self._kinds = base, dict(columns)
+        self._whole = {
+            c for c, kind in columns if engine.codes_texts and WHOLE_TYPE.fullmatch(kind)
+        }
         self.query = self._checked(values)
         self._plain = self._plain_columns()
         keys = [f"key{i}_" for i in range(len(table.order_by))]
@@ -488,7 +492,7 @@ class Staging:
             )
         for i, feature in enumerate(table.categorical):
             _check_kind(feature, kinds[f"c{i}"])
-            columns.append(f"{categorical_value(feature, f'c{i}')} AS c{i}")
+            columns.append(f"{categorical_value(feature, f'c{i}', f'c{i}' in self._whole)} AS c{i}")
         for of, mistakes in (
             *(self._past_columns(i) for i in range(len(table.pasts))),
             *(self._list_columns(i) for i in range(len(table.event_lists))),

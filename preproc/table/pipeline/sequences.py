@@ -96,7 +96,8 @@ def line_up(
         "p.row_" if rows.is_moved else "r.row_",
         "LEFT JOIN rows_ AS p ON r.row_ = p.before_" * rows.is_moved,
     )
-    texts = [look_up(f"r.c{j}", f"v{j}_", f.ids, f.owner) for j, f in enumerate(of)]
+    # Of the events of another source, or carried, which may be whole numbers.
+    texts = [look_up(f"CAST(r.c{j} AS STRING)", f"v{j}_", f.ids, f.owner) for j, f in enumerate(of)]
     events, lines = lines_of_rows, [lines_of_rows]
     if log.source:
         # The rows are no events, but see those of the other source.

@@ -61,6 +61,7 @@ def described(files: str, **more) -> dict:
             {"name": "tags", "separator": "|"},
             {"name": "two_tags", "expression": "tags", "separator": "|", "hotness": 2},
             {"name": "crossed", "cross": ["user", "city", "city"]},
+            {"name": "decade", "expression": "CAST(age AS INTEGER) // 10"},
         ],
         "split": {"by": "random", "train": 0.8},
     } | more
