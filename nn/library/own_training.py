@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, Self
 
+import torch
 import yaml
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -89,7 +90,7 @@ class Training:
         """Open the run; ValueError: an invalid option or input, or a run directory that holds the complete run already."""
         config = self._config
         check_inputs(config)
-        check_torch_state()
+        check_torch_state(trains=torch.is_inference_mode_enabled())
         if current_thread() is not main_thread():
             warnings.warn(
                 "a training outside of the main thread saves nothing at SIGTERM", stacklevel=2
@@ -257,8 +258,9 @@ class Training:
         if self._is_finished:
             raise ValueError("the run is finished; open another one to train on")
         session, trainer = self._open()
-        paths = self.run_dir, Path(self._config.data.path or "/")
-        if Path.cwd() != self._directory and not all(path.is_absolute() for path in paths):
+        paths = str(self.run_dir), self._config.data.path or "/"
+        is_fixed = all(path.startswith("/") or "://" in path for path in paths)
+        if not is_fixed and Path.cwd() != self._directory:
             raise ValueError(
                 f"the working directory is {Path.cwd()}, and the run's relative paths begin in {self._directory}, in which it "
                 "was opened; change back, or make run_dir and data.path absolute"

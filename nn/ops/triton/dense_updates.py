@@ -269,7 +269,7 @@ def _adam_block(tensors, blocks, num_blocks, numbers, ALIGN: tl.constexpr):
     mean += rest1 * (gradient - mean)
     tl.store(mean_at + offset, mean, mask=inside)
     square = tl.load(square_at + offset, mask=inside, other=0.0)
-    square += rest2 * (gradient * gradient - square)
+    square = square - rest2 * square + rest2 * gradient * gradient
     tl.store(square_at + offset, square, mask=inside)
     weight = tl.load(weight_at + offset, mask=inside, other=0.0) * kept
     change = tl.div_rn(size * mean, tl.div_rn(tl.sqrt_rn(square), root) + eps)

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from configs.schema import ModelConfig
+from nn.layers.pass_state import PassLayer
 from nn.models.model import Model
 
 
@@ -137,3 +138,14 @@ class VectorLoss(Linear):
 class NoisyScores(Linear):
     def changed(self, x):
         return nn.functional.dropout(x, 0.5)
+
+
+class Codes(PassLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4))
+
+
+class DrawnAndSaved(Linear):
+    def more(self):
+        self.state = Codes()

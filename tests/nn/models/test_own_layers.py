@@ -52,7 +52,7 @@ def test_a_mistake_is_one_line(name, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["DrawnOnce", "ListedTwice"])
+@pytest.mark.parametrize("name", ["DrawnOnce", "DrawnAndSaved", "ListedTwice"])
 def test_a_loaded_run_has_the_constants_of_its_training(name, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

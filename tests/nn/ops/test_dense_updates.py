@@ -54,7 +54,7 @@ def test_it_changes_nothing_when_something_is_not_finite():
     assert all(not state["step"] and not state["sum"].any() for state in optimizer.state.values())
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95)])
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.95), (0.9, 0.0)])
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 def test_it_computes_torchs_adam(decay, betas):
     from nn.ops.triton.dense_updates import FusedAdam
