@@ -34,7 +34,9 @@ def features_source(table: pa.Table, spec: FeatureSpec, name: str) -> BinarySour
     present = table.select([column for column in table.column_names if column in kinds])
     for index, field in enumerate(present.schema):
         # Of lists that are all empty, pandas does not know of what they are.
-        if pa.types.is_list(field.type) and not len(pc.list_flatten(present[index])):
+        kinds_of_list = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+        is_list = any(is_kind(field.type) for is_kind in kinds_of_list)
+        if is_list and not len(pc.list_flatten(present[index])):
             column = present[index].cast(pa.list_(pa.int64()))
             present = present.set_column(index, field.name, column)
     check_columns(name, present.schema, kinds)

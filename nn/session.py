@@ -40,7 +40,13 @@ from nn.checks import check_run, count, open_checked
 from nn.distributed.errors import DivergedError, EndOfRunError, RankError, SharedError
 from nn.distributed.failures import is_out_of_memory, report_faults, report_lost_rank
 from nn.distributed.preemption import Heartbeat
-from nn.distributed.process_group import Ranks, process_group, process_rank, ranks_from_environment
+from nn.distributed.process_group import (
+    Ranks,
+    has_device_failed,
+    process_group,
+    process_rank,
+    ranks_from_environment,
+)
 from nn.loggers.choice import make_loggers
 from nn.models.description import describe_model
 from nn.models.metric import METRIC_FACTS, METRICS, Metric, further_metrics
@@ -260,8 +266,8 @@ def _errors_of_own_model(name: str) -> Iterator[None]:
     except Exception as error:
         # Nothing of the model is on the stack of its backward pass.
         modules = name.partition(":")[0], "torch.autograd"
-        is_own = ":" in name and not is_out_of_memory(error)
-        if is_own and any(has_raised(module, error) for module in modules):
+        is_other = is_out_of_memory(error) or has_device_failed(error)
+        if ":" in name and not is_other and any(has_raised(module, error) for module in modules):
             raise RankError(
                 f"the model {name} has failed ({described(error)}); correct it"
             ) from error

@@ -175,15 +175,6 @@ def _take(column: GrowingFile, num_items: int) -> np.ndarray:
     return column.take(num_items)
 
 
-def abandon_writer(writer: pq.ParquetWriter) -> None:
-    """Close a writer whose file is not needed; an error is most likely that of a full disk."""
-    if writer.is_open:
-        with suppress(OSError, pa.ArrowException):
-            writer.close()
-        # Otherwise the end of the writer closes it again, and prints a traceback.
-        writer.is_open = False
-
-
 class PartWriter:
     """Writes a Parquet file, whose bytes are counted; it is not complete if the block ends with an error."""
 
@@ -208,9 +199,15 @@ class PartWriter:
 
     def abandon(self) -> None:
         """Close what is still open without a check."""
-        if not self.stream.closed:
-            abandon_writer(self.writer)
-            self.stream.close()
+        if self.stream.closed:
+            return
+        if self.writer.is_open:
+            # An error is most likely that of a full disk.
+            with suppress(OSError, pa.ArrowException):
+                self.writer.close()
+            # Otherwise the end of the writer closes it again, and prints a traceback.
+            self.writer.is_open = False
+        self.stream.close()
 
 
 def as_arrow(numbers: np.ndarray) -> pa.Array:

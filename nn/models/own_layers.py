@@ -51,7 +51,7 @@ def check_constants(where: str, dense: Model, again: Model) -> None:
     """Raise `ValueError` unless a model has the same buffers when it is built again, as it is to evaluate and to serve."""
     others, saved = dict(again.named_buffers()), dense.saved_buffers()
     for name, buffer in dense.named_buffers():
-        if name not in saved and not equal(buffer, others[name]):
+        if name not in saved and not equal(buffer.nan_to_num(), others[name].nan_to_num()):
             raise ValueError(
                 f"{where}: its buffer {name} is drawn anew each time, and no checkpoint holds it; draw it with "
                 'generator=torch.Generator("cpu").manual_seed(0), device="cpu"'

@@ -63,7 +63,7 @@ class CudaGraph(Generic[Outputs]):
     def load(self, *inputs: Tensor) -> None:
         """Queue the copy of new inputs; the current stream may overwrite their memory afterwards."""
         assert self.outputs is not None, "the graph is closed"
-        # `torch._foreach_copy_` has one program per 65,536 numbers, which takes 15 us.
+        # `torch._foreach_copy_` has one program per 65,536 numbers, which takes 8 us even for few.
         for captured, new in zip(self._inputs, inputs, strict=True):
             captured.copy_(new, non_blocking=True)
 

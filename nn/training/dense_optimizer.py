@@ -60,10 +60,9 @@ class DenseUpdate:
             vars(self.optimizer)["found_inf"] = self._found_inf
             for group in self.optimizer.param_groups:
                 group["lr"] = self._device_values.floats[0]
-                # Torch checks that Adam may be captured, and warns of the steps before the capture.
+                # Torch checks that its own Adam may be captured.
                 if "capturable" in group:
                     group["capturable"] = True
-            vars(self.optimizer)["_warned_capturable_if_run_uncaptured"] = True
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the next update at once, outside of a captured pass."""

@@ -164,10 +164,15 @@ def _new_file(files: ExitStack, directory: Path, schema: pa.Schema) -> pa.Record
     return pa.ipc.new_file(file, schema)
 
 
-def mapped_rows(directory: Path) -> pa.Table:
-    """Return the staged rows, or the texts of a column, in `directory`; they are read as they are used."""
+def mapped_rows(directory: Path, columns: Sequence[str] = ()) -> pa.Table:
+    """Return the staged rows, or the texts of a column, in `directory`; they are read as they are used.
+
+    `columns`: by default all. Every batch of every column takes half a KB beside the file.
+    """
     with pa.memory_map(str(directory / CODED_FILE)) as file:
-        return pa.ipc.open_file(file).read_all()
+        names = pa.ipc.open_file(file).schema.names
+        chosen = pa.ipc.IpcReadOptions(included_fields=[names.index(name) for name in columns])
+        return pa.ipc.open_file(file, options=chosen).read_all()
 
 
 def mapped_by_query(directory: Path) -> dataset.Dataset:
@@ -190,7 +195,7 @@ def read_codes(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the codes of some rows, and the lengths of lists, as `flat_codes`."""
     if (directory / CODED_FILE).exists():
-        part = mapped_rows(directory).column(column).slice(rows.start, len(rows))
+        part = mapped_rows(directory, [column]).column(0).slice(rows.start, len(rows))
         yield from map(flat_codes, part.chunks)
         return
     first = 0
@@ -199,6 +204,8 @@ def read_codes(
             part = batch.column(0)[max(rows.start - first, 0) : max(rows.stop - first, 0)]
             first += len(batch)
             yield flat_codes(part)
+            if first >= rows.stop:
+                break
 
 
 def count_codes(directory: Path, column: str, rows: range, counts: np.ndarray) -> None:

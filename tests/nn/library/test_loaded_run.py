@@ -138,8 +138,16 @@ def test_lists_that_are_all_empty_are_lists_of_ids(runs, data):
     # pandas knows no type of an empty list.
     for nothing, kind in (([], pa.null()), (np.array([]), pa.float64())):
         plain = empty.assign(items=[nothing] * len(empty))
-        assert pa.Table.from_pandas(plain)["items"].type == pa.list_(kind)
-        np.testing.assert_allclose(run.predict(plain)["score"], wanted, atol=1e-9)
+        table = pa.Table.from_pandas(plain, preserve_index=False)
+        assert table["items"].type == pa.list_(kind)
+        large = table.set_column(
+            table.schema.get_field_index("items"),
+            "items",
+            table["items"].cast(pa.large_list(pa.float64())),
+        )
+        for given in (plain, table, large):
+            scores = np.asarray(run.predict(given)["score"])
+            np.testing.assert_allclose(scores, wanted, atol=1e-9)
 
 
 def test_a_loaded_run_depends_on_no_directory_and_no_setting_of_torch(runs, data, monkeypatch):
