@@ -164,15 +164,13 @@ def _new_file(files: ExitStack, directory: Path, schema: pa.Schema) -> pa.Record
     return pa.ipc.new_file(file, schema)
 
 
-def mapped_rows(directory: Path, columns: Sequence[str] = ()) -> pa.Table:
+def mapped_rows(directory: Path) -> pa.Table:
     """Return the staged rows, or the texts of a column, in `directory`; they are read as they are used.
 
-    `columns`: by default all. Every batch of every column takes half a KB beside the file.
+    Every batch of every column takes half a KB beside the file.
     """
     with pa.memory_map(str(directory / CODED_FILE)) as file:
-        names = pa.ipc.open_file(file).schema.names
-        chosen = pa.ipc.IpcReadOptions(included_fields=[names.index(name) for name in columns])
-        return pa.ipc.open_file(file, options=chosen).read_all()
+        return pa.ipc.open_file(file).read_all()
 
 
 def mapped_by_query(directory: Path) -> dataset.Dataset:
@@ -194,18 +192,24 @@ def read_codes(
     directory: Path, column: str, rows: range
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the codes of some rows, and the lengths of lists, as `flat_codes`."""
-    if (directory / CODED_FILE).exists():
-        part = mapped_rows(directory, [column]).column(0).slice(rows.start, len(rows))
-        yield from map(flat_codes, part.chunks)
-        return
     first = 0
-    with pq.ParquetFile(directory / RELATION_FILE) as file:
-        for batch in file.iter_batches(columns=[column], use_threads=False):
-            part = batch.column(0)[max(rows.start - first, 0) : max(rows.stop - first, 0)]
-            first += len(batch)
+    for batch in _batches(directory, column):
+        part = batch.column(column)[max(rows.start - first, 0) : max(rows.stop - first, 0)]
+        first += len(batch)
+        if len(part):
             yield flat_codes(part)
-            if first >= rows.stop:
-                break
+        if first >= rows.stop:
+            break
+
+
+def _batches(directory: Path, column: str) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of the rows with a column, of which one is in memory or mapped at a time."""
+    if (directory / CODED_FILE).exists():
+        with pa.memory_map(str(directory / CODED_FILE)) as file, pa.ipc.open_file(file) as rows:
+            yield from map(rows.get_batch, range(rows.num_record_batches))
+        return
+    with pq.ParquetFile(directory / RELATION_FILE) as file:
+        yield from file.iter_batches(columns=[column], use_threads=False)
 
 
 def count_codes(directory: Path, column: str, rows: range, counts: np.ndarray) -> None:
