@@ -93,9 +93,13 @@ class DenseUpdate:
         self.optimizer.step()
 
 
+def _are_on_gpu(parameters: list[nn.Parameter]) -> bool:
+    """Return whether kernels may update them, whose modules are imported there: only CUDA builds of torch include Triton."""
+    return all(parameter.device.type == "cuda" for parameter in parameters)
+
+
 def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    if not config.momentum and all(parameter.device.type == "cuda" for parameter in parameters):
-        # Only CUDA builds of torch include Triton.
+    if not config.momentum and _are_on_gpu(parameters):
         from nn.ops.triton.dense_updates import FusedSGD
 
         return FusedSGD(parameters, lr=config.lr)
@@ -110,8 +114,7 @@ def _sgd(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim
 
 
 def _adagrad(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    if all(parameter.device.type == "cuda" for parameter in parameters):
-        # Torch 2.11 has no fused Adagrad for GPUs. Only CUDA builds of torch include Triton.
+    if _are_on_gpu(parameters):
         from nn.ops.triton.dense_updates import FusedAdagrad
 
         return FusedAdagrad(parameters, lr=config.lr, eps=config.eps)
@@ -122,8 +125,7 @@ def _adam(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.opti
     # Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019), algorithm 2.
     names, betas = ("lr", "eps", "weight_decay"), (config.beta1, config.beta2)
     options: dict[str, Any] = {name: getattr(config, name) for name in names} | {"betas": betas}
-    if all(parameter.device.type == "cuda" for parameter in parameters):
-        # Only CUDA builds of torch include Triton.
+    if _are_on_gpu(parameters):
         from nn.ops.triton.dense_updates import FusedAdam
 
         return FusedAdam(parameters, **options)

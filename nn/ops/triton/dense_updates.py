@@ -1,7 +1,7 @@
 """SGD, Adagrad and Adam of the dense component as one Triton kernel each, in one pass over memory.
 
-Torch's fused SGD and Adam give a program 65,536 weights, which leaves most of a GPU idle; its Adagrad passes over the weights
-about eight times. The arithmetic of Adagrad is that of `torch.optim.Adagrad`, with the same roundings.
+Torch's fused optimizers give a program 65,536 weights, which leaves most of a GPU idle. The arithmetic of Adagrad is that of
+`torch.optim.Adagrad`, with the same roundings.
 """
 
 import math
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from nn.ops.triton.parameters import ALIGN, BLOCK, NUM_WARPS, TensorBlocks
+from nn.ops.triton.parameters import ALIGN, NUM_WARPS, TensorBlocks, block_of, is_there
 
 
 class _Fused(torch.optim.Optimizer):
@@ -161,15 +161,12 @@ def _dense_sgd(
 
 @triton.jit
 def _sgd_block(weights, gradients, blocks, num_blocks, rate, ALIGN: tl.constexpr):
-    entry = blocks + tl.program_id(0)
-    weight_at = weights + tl.multiple_of(tl.load(entry), ALIGN)
-    gradient_at = gradients + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
-    count = tl.multiple_of(tl.load(entry + 2 * num_blocks), ALIGN)
-    offset = tl.arange(0, BLOCK)
-    inside = offset < count
-    gradient = tl.load(gradient_at + offset, mask=inside, other=0.0)
-    weight = tl.load(weight_at + offset, mask=inside, other=0.0)
-    tl.store(weight_at + offset, weight - tl.load(rate) * gradient, mask=inside)
+    weight_at = block_of(weights, 0, blocks, num_blocks, ALIGN)
+    gradient_at = block_of(gradients, 1, blocks, num_blocks, ALIGN)
+    inside = is_there(2, blocks, num_blocks, ALIGN)
+    gradient = tl.load(gradient_at, mask=inside, other=0.0)
+    weight = tl.load(weight_at, mask=inside, other=0.0)
+    tl.store(weight_at, weight - tl.load(rate) * gradient, mask=inside)
 
 
 @triton.jit
@@ -198,23 +195,20 @@ def _dense_adagrad(
 def _adagrad_block(
     weights, gradients, sums, steps, blocks, num_blocks, rate, eps, ALIGN: tl.constexpr
 ):
-    entry = blocks + tl.program_id(0)
-    weight_at = weights + tl.multiple_of(tl.load(entry), ALIGN)
-    gradient_at = gradients + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
-    sum_at = sums + tl.multiple_of(tl.load(entry + 2 * num_blocks), ALIGN)
-    count = tl.multiple_of(tl.load(entry + 3 * num_blocks), ALIGN)
-    begins = tl.load(entry + 4 * num_blocks)
+    weight_at = block_of(weights, 0, blocks, num_blocks, ALIGN)
+    gradient_at = block_of(gradients, 1, blocks, num_blocks, ALIGN)
+    sum_at = block_of(sums, 2, blocks, num_blocks, ALIGN)
+    inside = is_there(3, blocks, num_blocks, ALIGN)
+    begins = tl.load(blocks + tl.program_id(0) + 4 * num_blocks)
     if begins >= 0:
         # The first block of a parameter counts its updates.
         tl.store(steps + begins, tl.load(steps + begins) + 1)
-    offset = tl.arange(0, BLOCK)
-    inside = offset < count
-    gradient = tl.load(gradient_at + offset, mask=inside, other=0.0)
-    total = tl.load(sum_at + offset, mask=inside, other=0.0) + gradient * gradient
-    tl.store(sum_at + offset, total, mask=inside)
-    weight = tl.load(weight_at + offset, mask=inside, other=0.0)
+    gradient = tl.load(gradient_at, mask=inside, other=0.0)
+    total = tl.load(sum_at, mask=inside, other=0.0) + gradient * gradient
+    tl.store(sum_at, total, mask=inside)
+    weight = tl.load(weight_at, mask=inside, other=0.0)
     change = tl.div_rn(gradient * -tl.load(rate), tl.sqrt_rn(total) + eps)
-    tl.store(weight_at + offset, weight + change, mask=inside)
+    tl.store(weight_at, weight + change, mask=inside)
 
 
 @triton.jit
@@ -256,21 +250,18 @@ def _dense_adam(
 @triton.jit
 def _adam_block(tensors, blocks, num_blocks, numbers, ALIGN: tl.constexpr):
     rest1, rest2, size, root, eps, kept = numbers
-    entry = blocks + tl.program_id(0)
-    weight_at = tensors[0] + tl.multiple_of(tl.load(entry), ALIGN)
-    gradient_at = tensors[1] + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
-    mean_at = tensors[2] + tl.multiple_of(tl.load(entry + 2 * num_blocks), ALIGN)
-    square_at = tensors[3] + tl.multiple_of(tl.load(entry + 3 * num_blocks), ALIGN)
-    count = tl.multiple_of(tl.load(entry + 4 * num_blocks), ALIGN)
-    offset = tl.arange(0, BLOCK)
-    inside = offset < count
-    gradient = tl.load(gradient_at + offset, mask=inside, other=0.0)
-    mean = tl.load(mean_at + offset, mask=inside, other=0.0)
+    weight_at = block_of(tensors[0], 0, blocks, num_blocks, ALIGN)
+    gradient_at = block_of(tensors[1], 1, blocks, num_blocks, ALIGN)
+    mean_at = block_of(tensors[2], 2, blocks, num_blocks, ALIGN)
+    square_at = block_of(tensors[3], 3, blocks, num_blocks, ALIGN)
+    inside = is_there(4, blocks, num_blocks, ALIGN)
+    gradient = tl.load(gradient_at, mask=inside, other=0.0)
+    mean = tl.load(mean_at, mask=inside, other=0.0)
     mean += rest1 * (gradient - mean)
-    tl.store(mean_at + offset, mean, mask=inside)
-    square = tl.load(square_at + offset, mask=inside, other=0.0)
+    tl.store(mean_at, mean, mask=inside)
+    square = tl.load(square_at, mask=inside, other=0.0)
     square = square - rest2 * square + rest2 * gradient * gradient
-    tl.store(square_at + offset, square, mask=inside)
-    weight = tl.load(weight_at + offset, mask=inside, other=0.0) * kept
+    tl.store(square_at, square, mask=inside)
+    weight = tl.load(weight_at, mask=inside, other=0.0) * kept
     change = tl.div_rn(size * mean, tl.div_rn(tl.sqrt_rn(square), root) + eps)
-    tl.store(weight_at + offset, weight - change, mask=inside)
+    tl.store(weight_at, weight - change, mask=inside)

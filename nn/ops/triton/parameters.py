@@ -94,11 +94,21 @@ def _cast(source, target, blocks, num_blocks, num_aligned, ALIGN: tl.constexpr):
 
 @triton.jit
 def _cast_block(source, target, blocks, num_blocks, ALIGN: tl.constexpr):
-    entry = blocks + tl.program_id(0)
-    source_at = source + tl.multiple_of(tl.load(entry), ALIGN)
-    target_at = target + tl.multiple_of(tl.load(entry + num_blocks), ALIGN)
-    count = tl.multiple_of(tl.load(entry + 2 * num_blocks), ALIGN)
-    offset = tl.arange(0, BLOCK)
-    inside = offset < count
-    values = tl.load(source_at + offset, mask=inside, other=0.0)
-    tl.store(target_at + offset, values.to(target.dtype.element_ty), mask=inside)
+    inside = is_there(2, blocks, num_blocks, ALIGN)
+    values = tl.load(block_of(source, 0, blocks, num_blocks, ALIGN), mask=inside, other=0.0)
+    target_at = block_of(target, 1, blocks, num_blocks, ALIGN)
+    tl.store(target_at, values.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def block_of(first, column, blocks, num_blocks, ALIGN: tl.constexpr):
+    """Return where a program's block of a column of `TensorBlocks` lies, whose first tensor is `first`."""
+    start = tl.load(blocks + tl.program_id(0) + column * num_blocks)
+    return first + tl.multiple_of(start, ALIGN) + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def is_there(num_columns, blocks, num_blocks, ALIGN: tl.constexpr):
+    """Return which elements a program's block of so many columns has."""
+    count = tl.load(blocks + tl.program_id(0) + num_columns * num_blocks)
+    return tl.arange(0, BLOCK) < tl.multiple_of(count, ALIGN)

@@ -15,6 +15,7 @@ from nn.library.options import options
 from nn.library.own_training import Training
 from tests.helpers.command import ROOT, run_command
 from tests.helpers.composed import TINY, compose_config
+from tests.helpers.gpus import needs_one_gpu
 from tests.helpers.runs import differences, records, summary
 from tests.nn.library.test_loaded_run import OPTIONS, write_data
 
@@ -84,8 +85,7 @@ def test_a_batch_is_a_dictionary_of_named_tensors(tmp_path):
         assert not torch.equal(named["user"], training.batch()["user"])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_one_gpu
 def test_on_a_gpu_a_result_keeps_its_logits_and_refuses_a_batch_that_is_overwritten(tmp_path):
     gpu = [text for text in RUN if text != "device=cpu"]
     config = options("dlrm", *gpu, "device=cuda", f"run_dir={tmp_path / 'run'}")

@@ -167,8 +167,9 @@ def run() -> None:
     for weights, kept, bottom in (("*fp32", "*bf16", "*bf16"), ("*bf16", "*fp32", "*fp16")):
         dtypes = {"weights": weights, "kept": kept, "bottom": bottom, "out": bottom, **of_rows}
         build(_dot_forward_of_rows, dtypes, num_warps=1, S=shape, KEEPS=True)
-    for values, sizes in (("*fp32", column_sums.SIZES), ("*bf16", column_sums.SIZES)):
-        build(column_sums._column_sums, {"values": values, "sums": "*fp32"}, **sizes)
+    for values in ("*fp32", "*bf16"):
+        dtypes_of_sums = {"values": values, "sums": "*fp32"}
+        build(column_sums._column_sums, dtypes_of_sums, **column_sums.SIZES)
     names = ("num_valid", "mean", "rstd", "weight", "bias", "mean_sums")
     statistics = dict.fromkeys(names, "*fp32") | {"num_valid": "*i64", "columns": "i32"}
     for dtype in ("*fp32", "*bf16"):

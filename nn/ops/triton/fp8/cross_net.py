@@ -18,6 +18,7 @@ from nn.ops.triton.fp8.quantise import (
     activate,
     allocate,
     grid,
+    place,
     quantise,
     quantise_gradient,
     store_rounded,
@@ -67,9 +68,7 @@ def cross_backward(
 
 @triton.jit
 def _add_product(x, x0, factor_of_x0, out, rows, words, scales, num_rows, num_columns):
-    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    word = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    inside = (word * 4 < num_rows) & (column < num_columns)
+    column, word, inside = place(num_rows, num_columns)
     scale = tl.load(scales[0])
     largest = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     values = ()
@@ -107,9 +106,7 @@ def _cross_backward(
     INDEX: tl.constexpr,
     NUM_LAYERS: tl.constexpr,
 ):
-    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    word = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    inside = (word * 4 < num_rows) & (column < num_columns)
+    column, word, inside = place(num_rows, num_columns)
     scale = tl.load(scales[0])
     # The elements of all layers may exceed 32 bits.
     layer = tl.full((), 1, tl.int64) * num_rows * num_columns

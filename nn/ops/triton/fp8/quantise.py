@@ -39,7 +39,6 @@ prmt.b32 $1, a, b, 0x7632;
 prmt.b32 $2, c, d, 0x5410;
 prmt.b32 $3, c, d, 0x7632; }""")
 """Takes four words of neighbouring columns apart into their bytes 0, 1, 2 and 3."""
-ROWS_OF_PROGRAM = WORD * BLOCK_R
 
 
 def activate(
@@ -101,15 +100,13 @@ def allocate(
 def grid(x: Tensor) -> tuple[int, int, int]:
     """Return the programs of a matrix along its columns and rows, and the number of matrices."""
     num_rows, num_columns = x.shape[-2:]
-    programs = triton.cdiv(num_columns, BLOCK_C), triton.cdiv(num_rows, ROWS_OF_PROGRAM)
+    programs = triton.cdiv(num_columns, BLOCK_C), triton.cdiv(num_rows, WORD * BLOCK_R)
     return *programs, x.shape[:-2].numel()
 
 
 @triton.jit
 def _quantise(x, activation, bias, rows, words, wide, sums, scales, num_rows, num_columns):
-    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-    word = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
-    inside = (word * 4 < num_rows) & (column < num_columns)
+    column, word, inside = place(num_rows, num_columns)
     matrix = tl.program_id(2).to(tl.int64)
     scale = tl.load(scales[0])
     if bias is not None:
@@ -148,6 +145,14 @@ def _quantise(x, activation, bias, rows, words, wide, sums, scales, num_rows, nu
         tl.store(sums + at, tl.sum(total, 0)[None, :], mask=column < num_columns)
     if scales[1] is not None:
         tl.atomic_max(scales[1], tl.max(largest), sem="relaxed")
+
+
+@triton.jit
+def place(num_rows, num_columns):
+    """Return a program's columns, its words of four rows, and which of these are there."""
+    column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    word = tl.program_id(1).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
+    return column, word, (word * 4 < num_rows) & (column < num_columns)
 
 
 @triton.jit
