@@ -66,8 +66,12 @@ def planned_exchange(
     seen = MultiHot(spec, config.data.multi_hot).expanded_spec(spec)
     all_to_alls = _all_to_alls(config, spec, seen, plan, hardware)
     reduced = build_meta(config.model, seen).num_parameters() + replicated_weights(plan)
-    dense = _ring(FP32_BYTES * reduced, hardware)
     rates, in_node = config.sharding, hardware.local_world_size
+    # A ring sends nearly all bytes twice, between nodes as mean over ranks.
+    world_size, nodes = hardware.world_size, hardware.world_size // in_node
+    of_ring = 2 * (world_size - 1) / world_size * FP32_BYTES * reduced
+    to_others = of_ring * nodes / world_size if nodes > 1 else 0.0
+    dense = of_ring - to_others, to_others
     kinds = [
         (WITHIN, rates.within_gb_s, rates.within_us),
         (BETWEEN, rates.between_gb_s, rates.between_us),
@@ -183,12 +187,3 @@ def _all_to_alls(
                 _AllToAll("gradients", row_bytes * of_group, of_shard),
             ]
     return found
-
-
-def _ring(num_bytes: int, hardware: Hardware) -> tuple[float, float]:
-    """Return what a rank sends within its node and to others in a ring all-reduce, as mean: nearly all bytes, twice."""
-    world_size = hardware.world_size
-    nodes = world_size // hardware.local_world_size
-    sent = 2 * (world_size - 1) / world_size * num_bytes
-    across = sent * nodes / world_size if nodes > 1 else 0.0
-    return sent - across, across

@@ -72,7 +72,11 @@ def plan_memory(
     dense_component = step.model.num_parameters() * weight_bytes
     dense_pass = _dense_pass_bytes(step)
     batch_bytes, arrived_id_bytes = _batch_bytes(step, spec)
-    hop_bytes = _hop_bytes(step, lookups) if config.sharding.two_hops else 0
+    hop_bytes = 0
+    if config.sharding.two_hops:
+        # The largest exchange: sorted for the first hop, as it arrives, and sorted for the second.
+        sent = [of_rank.elements * step.sent_bytes for of_rank in lookups]
+        hop_bytes = 3 * max(step.rank_rows * step.vector_bytes, *sent)
     memories = []
     for rank, of_rank in enumerate(lookups):
         held = [table for table in plan if rank in table.ranks]
@@ -150,14 +154,11 @@ def _rank_lookups(step: _Step, rank: int, global_rows: int, rank_rows: int) -> _
     ids = 0.0
     for tables, samples in kinds:
         features = dict.fromkeys(name for table in tables for name in step.features[table.table])
-        ids += samples * sum(_numbers_per_sample(step, name) for name in features)
+        for name in features:
+            count = step.ids[name]
+            # Of a ragged one also where samples begin, their lengths, and the sample of each id.
+            ids += samples * (count if step.counts[name].hotness else 2 * count + 2)
     return _RankLookups(rank, kinds, round(elements), round(ids))
-
-
-def _numbers_per_sample(step: _Step, feature: str) -> float:
-    """Return the ids of a feature; of a ragged one also where samples begin, their lengths, and the sample of each id."""
-    ids = step.ids[feature]
-    return ids if step.counts[feature].hotness else 2 * ids + 2
 
 
 def _batch_bytes(step: _Step, stored: FeatureSpec) -> tuple[int, int]:
@@ -203,12 +204,6 @@ def _lookup_bytes(step: _Step, lookups: _RankLookups) -> int:
     if step.num_groups > 1:
         total += lookups.elements * step.sent_bytes  # gradients of all groups
     return total + sum(_row_bytes(step, asked, lookups.rank) for asked in step.requests)
-
-
-def _hop_bytes(step: _Step, lookups: Sequence[_RankLookups]) -> int:
-    """Return the memory of the largest exchange: sorted for the first hop, as it arrives, and sorted for the second."""
-    sent = [of_rank.elements * step.sent_bytes for of_rank in lookups]
-    return 3 * max(step.rank_rows * step.vector_bytes, *sent)
 
 
 def _row_bytes(step: _Step, asked: Requests, rank: int) -> int:

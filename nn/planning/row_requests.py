@@ -68,8 +68,12 @@ def requests_of(
             measured = table.batch_rows if senders == 1 else table.group_rows
             asked = [number * (rank_rows / trained_rows) for number in measured]
             if not asked:
-                num_ids = senders * (rank_rows * table.hotness)
-                asked = _expected_rows(table, num_ids, config.data.synthetic.exponent)
+                # The distinct rows that ids of a power law are expected to ask of each owner.
+                num_ids, num_rows = senders * (rank_rows * table.hotness), table.num_embeddings
+                share = power_law_share(num_rows, config.data.synthetic.exponent)
+                per_owner = -(-num_rows // len(table.owners))
+                firsts = [min(i * per_owner, num_rows) for i in range(len(table.owners) + 1)]
+                asked = [expected_distinct(num_ids, share, *part) for part in pairwise(firsts)]
             for owner, number in zip(table.owners, asked, strict=True):
                 rows[owner] += number
         return tuple(map(capacity_for, rows))
@@ -93,14 +97,6 @@ def requests_of(
             )
         )
     return requests
-
-
-def _expected_rows(table: TablePlan, num_ids: float, exponent: float) -> list[float]:
-    """Return the distinct rows that ids of a power law are expected to ask of each owner."""
-    share, owners = power_law_share(table.num_embeddings, exponent), len(table.owners)
-    per_owner = -(-table.num_embeddings // owners)
-    firsts = [min(owner * per_owner, table.num_embeddings) for owner in range(owners + 1)]
-    return [expected_distinct(num_ids, share, first, end) for first, end in pairwise(firsts)]
 
 
 def not_requested(plan: Sequence[TablePlan], requests: Sequence[Requests]) -> list[TablePlan]:
