@@ -167,7 +167,14 @@ class PartFinder:
         """Return the part to take next, None if none is there, and the number of those behind it; OSError: no directory."""
         stream, found, behind = self._source, None, 0
         taken = {part.name for part in stream.parts}
-        self._report_changes()
+        for name in [*self._taken][-LATEST:]:
+            path = stream.directory / name
+            now = _state(path)
+            if now not in ([], self._taken[name]):
+                self._taken[name] = now
+                self._warn(
+                    f"{path} has changed since its rows were taken: changed rows are not trained; give them another name"
+                )
         for name in sorted(os.listdir(stream.directory)):
             is_known = name in taken or name.startswith(".")
             if is_known or not (stream.directory / name / SPEC_NAME).is_file():
@@ -207,17 +214,6 @@ class PartFinder:
         self._left_out.pop(name, None)
         self._taken[name] = now
         return part
-
-    def _report_changes(self) -> None:
-        """Say which of the latest parts have changed since they were taken."""
-        for name in [*self._taken][-LATEST:]:
-            path = self._source.directory / name
-            now = _state(path)
-            if now not in ([], self._taken[name]):
-                self._taken[name] = now
-                self._warn(
-                    f"{path} has changed since its rows were taken: changed rows are not trained; give them another name"
-                )
 
 
 def _state(path: Path) -> list[object]:

@@ -35,9 +35,6 @@ def quiet_libraries() -> None:
     for text in CHATTY_WARNINGS:
         # FBGEMM colours its warnings, so the text does not begin with its first word.
         warnings.filterwarnings("ignore", message=rf"[\s\S]*{text}")
-    logging.getLogger().addFilter(_is_not_about_versions)
-
-
-def _is_not_about_versions(record: logging.LogRecord) -> bool:
     # FBGEMM's own table of versions ends before its releases do; `nn.versions` checks the pair.
-    return "_fbgemm_torch_compat_table" not in str(record.msg)
+    versions = "_fbgemm_torch_compat_table"
+    logging.getLogger().addFilter(lambda record: versions not in str(record.msg))

@@ -60,7 +60,15 @@ def _check_rows(
     _require(good, "five", raw.five, "texts by column")
     good = all(type(raw.is_text[name]) is bool for name in columns)
     _require(good, "is_text", raw.is_text, "true or false by column")
-    used: set[str | None] = {*read, *_check_expressions(raw)}
+    good = all(
+        isinstance(kind, str) and KIND.fullmatch(kind) and columns[name] == 1
+        for name, kind in raw.types.items()
+    )
+    _require(good, "types", raw.types, "SQL types by column with one value")
+    in_sql = {name.lower() for sql in raw.expressions.values() for name in columns_of(sql)}
+    known = sorted(name.lower() for name in raw.types)
+    _require(known == sorted(in_sql), "types", known, "the columns of expressions")
+    used: set[str | None] = {*read, *raw.types}
     used |= {f.column for f in raw.numerical if _check_numerical(f, columns)}
     for feature in raw.categorical:
         used |= _check_categorical(feature, columns, model)
@@ -115,19 +123,6 @@ def _check_lists(
         _require(size == 1 + (not of.separator), where, size, "numbers in the form of the ids")
     model.check_group(where, of.name, [*own, *(number.name for number in of.numbers)])
     return [number.column for number in of.numbers]
-
-
-def _check_expressions(raw: RawRows) -> set[str]:
-    """Return the columns that expressions read."""
-    good = all(
-        isinstance(kind, str) and KIND.fullmatch(kind) and raw.columns[name] == 1
-        for name, kind in raw.types.items()
-    )
-    _require(good, "types", raw.types, "SQL types by column with one value")
-    read = {name.lower() for sql in raw.expressions.values() for name in columns_of(sql)}
-    known = sorted(name.lower() for name in raw.types)
-    _require(known == sorted(read), "types", known, "the columns of expressions")
-    return {*raw.types}
 
 
 def _check_numerical(feature: RawNumber, columns: Mapping[Any, int]) -> bool:

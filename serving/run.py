@@ -114,7 +114,12 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
 async def serve(service: "Service", config: ServerConfig, started: float) -> None:
     """Serve until SIGTERM or SIGINT, then answer what has begun."""
     # Refused connections are open until they have read why.
-    _allow_files(2 * config.max_connections + SPARE_FILES)
+    count = 2 * config.max_connections + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count:
+        with suppress(ValueError, OSError):
+            most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -135,15 +140,6 @@ async def serve(service: "Service", config: ServerConfig, started: float) -> Non
         # Also after an error: the thread that scores would keep the process.
         await service.stop(config.drain_s)
     say("ended")
-
-
-def _allow_files(count: int) -> None:
-    """Raise the limit of open files, if it may be."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < count:
-        with suppress(ValueError, OSError):
-            most = count if hard == resource.RLIM_INFINITY else min(count, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def say(*parts: str) -> None:

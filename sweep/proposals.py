@@ -43,7 +43,13 @@ def promising_values(
         direction="maximize", sampler=optuna.samplers.GPSampler(seed=seed, n_startup_trials=1)
     )
     distributions: dict[str, BaseDistribution] = dict(space)
-    for trial, value in zip(trials, _imputed(trials, known), strict=True):
+    values = np.array([*known.values()])
+    low = np.quantile(values, 0.25)
+    worst = float(max(values.min(), low - FAR_BELOW * (values.max() - low)))
+    for trial in trials:
+        # Failed ones have the worst value, those that just started the middle one.
+        missing = worst if trial.state is TrialState.FAIL else float(np.median(values))
+        value = max(known.get(trial.number, missing), worst)
         if trial.params.keys() == distributions.keys():
             study.add_trial(
                 create_trial(params=trial.params, distributions=distributions, value=value)
@@ -82,15 +88,3 @@ def best_until(trial: FrozenTrial, evaluation: int, sign: float) -> float:
     until = [v for number, v in trial.intermediate_values.items() if number <= evaluation]
     first = trial.intermediate_values[min(trial.intermediate_values)]
     return max(sign * value for value in until or [first])
-
-
-def _imputed(trials: Sequence[FrozenTrial], known: dict[int, float]) -> list[float]:
-    """Return a value per trial: failed ones have the worst, those that just started the middle one."""
-    values = np.array([*known.values()])
-    low = np.quantile(values, 0.25)
-    worst = float(max(values.min(), low - FAR_BELOW * (values.max() - low)))
-    middle = float(np.median(values))
-    missing = {TrialState.FAIL: worst}
-    return [
-        max(known.get(trial.number, missing.get(trial.state, middle)), worst) for trial in trials
-    ]

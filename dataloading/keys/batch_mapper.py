@@ -96,16 +96,13 @@ class BatchMapper:
             self._admit(keys, parts, jobs, batch, change)
         age = self._policy.expire_after
         if age is not None and batch % -(-age // CHECKS) == 0:
-            self._expire(batch - age + 1, change)
+            # Keys that no batch since has had.
+            for table, own in enumerate(self._maps):
+                now = change.changed.get(table, MapChange([]))
+                rows = own.rows.remove_unseen(batch - age + 1, now.rows)
+                candidates = own.candidates.remove_unseen(batch - age + 1, now.candidates)
+                change.changed[table] = replace(now, rows=rows, candidates=candidates)
         return change
-
-    def _expire(self, first: int, change: BatchChange) -> None:
-        """Remove the keys that no batch from `first` on has had, and note what changed."""
-        for table, own in enumerate(self._maps):
-            now = change.changed.get(table, MapChange([]))
-            rows = own.rows.remove_unseen(first, now.rows)
-            candidates = own.candidates.remove_unseen(first, now.candidates)
-            change.changed[table] = replace(now, rows=rows, candidates=candidates)
 
     def look_up(self, keys: DescribedKeys) -> None:
         """Write the rows of keys, and note nothing."""

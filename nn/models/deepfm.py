@@ -42,19 +42,11 @@ class DeepFM(LinearVectorModel):
         x = self.vectors(numerical, embeddings)
         vectors, weights = x.tensor_split([self.vectors.columns], dim=1)
         logits = self.deep(vectors).squeeze(1).float() + weights.float().sum(1)
-        logits = logits + _factorization_machine(
-            vectors.unflatten(1, (self.vectors.num_features, -1))
-        )
+        # Dot products of all pairs: sum_{i<j} <v_i, v_j> = 1/2 sum_d ((sum_i v_id)^2 - sum_i v_id^2) (Rendle 2010,
+        # 10.1109/ICDM.2010.127, lemma 3.1); in float32, since the difference cancels most digits of 16-bit numbers.
+        factors = vectors.unflatten(1, (self.vectors.num_features, -1)).float()
+        pairs = (factors.sum(1).square() - factors.square().sum(1)).sum(1) / 2
+        logits = logits + pairs
         if self.weights is not None:
             logits = logits + self.weights(numerical).sum(1)
         return logits.float()
-
-
-def _factorization_machine(vectors: Tensor) -> Tensor:
-    """Map vectors [B, F, D] to the sum of the dot products of all pairs, [B] in float32.
-
-    sum_{i<j} <v_i, v_j> = 1/2 sum_d ((sum_i v_id)^2 - sum_i v_id^2) (Rendle 2010, 10.1109/ICDM.2010.127, lemma 3.1). The
-    difference is taken in float32, since it cancels most digits of 16-bit numbers.
-    """
-    vectors = vectors.float()
-    return (vectors.sum(1).square() - vectors.square().sum(1)).sum(1) / 2

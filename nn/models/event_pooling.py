@@ -20,13 +20,18 @@ from nn.ops.fused_linear import as_autocast
 def pooled_tables(tables: Tables, options: ModelConfig, spec: FeatureSpec) -> Tables:
     """Return the tables with the pooling that `options` names for the features of sequence groups.
 
-    Raises ValueError: no table sums such a feature, or one does with a feature of another kind that has several ids.
+    Raises ValueError: no table sums such a feature, or one does with a feature of another kind that has several ids, or the
+    dataset lacks a group or a number of `event_weights`.
     """
     from torchrec.modules.embedding_configs import PoolingType
 
     how = options.sequence_pooling
     group_of = {name for group in spec.sequences for name in group.features}
-    weighed = _weighed_features(options, spec)
+    groups = {group.name: group for group in spec.sequences}
+    for name in chosen_features("model.event_weights", list(options.event_weights), list(groups)):
+        numbers = [column.name for column in groups[name].numbers]
+        chosen_features(f"model.event_weights.{name}", [options.event_weights[name]], numbers)
+    weighed = {of for name in options.event_weights for of in groups[name].features}
     single = {feature.name for feature in spec.categorical if feature.hotness == 1}
     found, pooled_here = [], set[str]()
     for table in tables:
@@ -55,15 +60,6 @@ def pooled_tables(tables: Tables, options: ModelConfig, spec: FeatureSpec) -> Ta
                 f"model.name={options.name} sums a feature of it; leave it out"
             )
     return found
-
-
-def _weighed_features(options: ModelConfig, spec: FeatureSpec) -> set[str]:
-    """Return the features whose events have weights. Raises ValueError: the dataset lacks a group or a number."""
-    groups = {group.name: group for group in spec.sequences}
-    for name in chosen_features("model.event_weights", list(options.event_weights), list(groups)):
-        numbers = [column.name for column in groups[name].numbers]
-        chosen_features(f"model.event_weights.{name}", [options.event_weights[name]], numbers)
-    return {of for name in options.event_weights for of in groups[name].features}
 
 
 class WithPooledEvents(Wrapper):

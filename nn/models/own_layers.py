@@ -42,24 +42,7 @@ def check_layers(where: str, dense: Model) -> None:
                 "nn.layers.batch_norm.BatchNorm for batch normalization, derive the layer from "
                 "nn.layers.pass_state.PassLayer, or register a constant with persistent=False"
             )
-    _check_registered(
-        where, dense, {*parameters, *map(id, dense.buffers()), *map(id, dense.modules())}
-    )
-
-
-def check_constants(where: str, dense: Model, again: Model) -> None:
-    """Raise `ValueError` unless a model has the same buffers when it is built again, as it is to evaluate and to serve."""
-    others, saved = dict(again.named_buffers()), dense.saved_buffers()
-    for name, buffer in dense.named_buffers():
-        if name not in saved and not equal(buffer.nan_to_num(), others[name].nan_to_num()):
-            raise ValueError(
-                f"{where}: its buffer {name} is drawn anew each time, and no checkpoint holds it; draw it with "
-                'generator=torch.Generator("cpu").manual_seed(0), device="cpu"'
-            )
-
-
-def _check_registered(where: str, dense: Model, registered: set[int]) -> None:
-    """Raise `ValueError` for a tensor or layer that an attribute holds and torch does not know."""
+    registered = {*parameters, *map(id, dense.buffers()), *map(id, dense.modules())}
     for path, layer in dense.named_modules():
         for name in vars(layer).keys() - TORCHS_OWN:
             value = getattr(layer, name)
@@ -71,3 +54,14 @@ def _check_registered(where: str, dense: Model, registered: set[int]) -> None:
                         "is neither trained nor saved; want layers in an nn.ModuleList or nn.ModuleDict, weights as "
                         "nn.Parameter, a constant by register_buffer(..., persistent=False)"
                     )
+
+
+def check_constants(where: str, dense: Model, again: Model) -> None:
+    """Raise `ValueError` unless a model has the same buffers when it is built again, as it is to evaluate and to serve."""
+    others, saved = dict(again.named_buffers()), dense.saved_buffers()
+    for name, buffer in dense.named_buffers():
+        if name not in saved and not equal(buffer.nan_to_num(), others[name].nan_to_num()):
+            raise ValueError(
+                f"{where}: its buffer {name} is drawn anew each time, and no checkpoint holds it; draw it with "
+                'generator=torch.Generator("cpu").manual_seed(0), device="cpu"'
+            )

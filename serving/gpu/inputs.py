@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from serving.inference.model_rows import RaggedIds, Rows
+from serving.inference.model_rows import Rows
 from serving.manifest import Manifest
 
 # P: rows of a padded batch, N: numerical features, H: ids of a row in all features of fixed hotness
@@ -67,18 +67,12 @@ class InputLayout:
         for name in self.ragged:
             starts = block[self.first_start(name) :][: self.num_rows + 1]
             values = block[self.first_value :]
-            offset = _fill_ragged(starts, values, [part.ragged[name] for part in parts], offset)
+            starts[0] = offset
+            row = 1
+            for of_part in (part.ragged[name] for part in parts):
+                count, size = len(of_part.lengths), len(of_part.values)
+                starts[row : row + count].copy_(of_part.lengths.cumsum(0) + offset)
+                values[offset : offset + size].copy_(of_part.values)
+                row, offset = row + count, offset + size
+            starts[row:].fill_(offset)
         return self.first_value + offset
-
-
-def _fill_ragged(starts: Tensor, values: Tensor, parts: Sequence[RaggedIds], offset: int) -> int:
-    """Write the ids of a feature from `offset` on; return the offset behind them."""
-    starts[0] = offset
-    row = 1
-    for ids in parts:
-        count, size = len(ids.lengths), len(ids.values)
-        starts[row : row + count].copy_(ids.lengths.cumsum(0) + offset)
-        values[offset : offset + size].copy_(ids.values)
-        row, offset = row + count, offset + size
-    starts[row:].fill_(offset)
-    return offset
