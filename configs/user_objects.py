@@ -24,15 +24,9 @@ def load_user_object(path: str, option: str) -> Any:
         )
         if module.split(".")[0] in ("configs", "nn") and not is_missing:
             raise  # a fault of the project or of its installation
-        first_line = (str(error).splitlines() or [""])[0]
-        frames = [
-            f", at {frame.filename}:{frame.lineno}"
-            for frame in extract_tb(error.__traceback__)
-            if frame.filename != __file__ and "importlib" not in frame.filename
-        ]
         raise ValueError(
-            f"{option}={path}: {module} cannot be imported ({type(error).__name__}: {first_line}{''.join(frames[-1:])}); "
-            "correct the name, install its package, or add its directory to PYTHONPATH"
+            f"{option}={path}: {module} cannot be imported ({described(error)}); correct the name, install its package, or add "
+            "its directory to PYTHONPATH"
         ) from error
     if not hasattr(content, name):
         raise ValueError(f"{option}={path}: {module} has no {name}; correct the name")
@@ -57,7 +51,11 @@ def one_line_if_it_fails(option: str) -> Iterator[None]:
 def described(error: BaseException) -> str:
     """Return an error of a user's object in one line, with where it was raised: the last line outside of installed packages."""
     first_line = (str(error).splitlines() or [""])[0]
-    frames = extract_tb(error.__traceback__)
+    frames = [
+        frame
+        for frame in extract_tb(error.__traceback__)
+        if frame.filename != __file__ and "importlib" not in frame.filename
+    ]
     own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
     at = f", at {own[-1].filename}:{own[-1].lineno}" if own else ""
     return f"{type(error).__name__}: {first_line}{at}"
