@@ -20,7 +20,7 @@ from nn.plots.series import (
     smoothed,
     thinned,
 )
-from nn.plots.style import legend_above, picture, plain, title_of
+from nn.plots.style import label_point, legend_above, picture, plain, title_of
 
 MOST_TASKS = 11
 """Tasks with a panel of their own."""
@@ -235,15 +235,8 @@ def _draw_points(axes: Any, line: Series, color: str, label: str | None = None) 
     axes.plot(*thinned(line), color=color, linewidth=1.8, label=label, **points)
     if len(line[0]) <= LABELLED:
         for step, value in zip(*line, strict=True):
-            axes.annotate(
-                _short(value) if abs(value) >= 1 else f"{value:.4f}",
-                (step, value),
-                (0, 9),
-                textcoords="offset points",
-                ha="center",
-                size=8.5,
-                color=color,
-            )
+            text = _short(value) if abs(value) >= 1 else f"{value:.4f}"
+            label_point(axes, step, value, text, color)
 
 
 def _draw_train(axes: Any, line: Series, color: str, label: str | None = None) -> None:

@@ -78,6 +78,12 @@ def legend_above(axes: Any, columns: int = 2, title: str | None = None, lines: i
         axes.set_title(axes.get_title(loc=side), loc=side, pad=pad)
 
 
+def label_point(axes: Any, x: float, y: float, text: str, color: str) -> None:
+    """Write a short text above a point."""
+    above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
+    axes.annotate(text, (x, y), **above, size=8.5, color=color)
+
+
 def plain(text: str, longest: int = 40) -> str:
     """Return a text as matplotlib draws it: without control characters, and without formulas."""
     return shortened(printable(text), longest).replace("$", r"\$")

@@ -41,7 +41,7 @@ def draw(results: Sequence[LoadResult], title: str, facts: str, path: Path) -> N
 
 def _draw_row(results: Sequence[LoadResult], load: str, latency: Any, speed: Any) -> None:
     """Draw over the loads if several rates are asked, or one number of rows alone; else over the rows."""
-    from nn.plots.style import legend_above
+    from nn.plots.style import label_point, legend_above
 
     loads = {getattr(result, load) for result in results}
     batches = {result.batch for result in results}
@@ -64,19 +64,8 @@ def _draw_row(results: Sequence[LoadResult], load: str, latency: Any, speed: Any
             is_known = result.requests >= FEWEST_OF_P99
             face = color if is_known else "white"
             latency.plot(x, result.p99_ms, "o", color=color, markerfacecolor=face, zorder=4)
-            for axes, height, shown in (
-                (latency, result.p99_ms, f"{result.p99_ms:.3g}"),
-                (speed, result.rows_per_s, _number(round(result.rows_per_s))),
-            ):
-                axes.annotate(
-                    shown,
-                    (x, height),
-                    (0, 7),
-                    textcoords="offset points",
-                    ha="center",
-                    size=8.5,
-                    color=color,
-                )
+            label_point(latency, x, result.p99_ms, f"{result.p99_ms:.3g}", color)
+            label_point(speed, x, result.rows_per_s, _number(round(result.rows_per_s)), color)
     xs = sorted({getattr(result, over) for result in results})
     few = any(result.requests < FEWEST_OF_P99 for result in results)
     hollow = f"; hollow: of fewer than {FEWEST_OF_P99:,} requests" if few else ""
