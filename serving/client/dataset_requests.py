@@ -14,6 +14,7 @@ from serving.client.connection import Reply, ServerError
 from serving.manifest import IDS, NUMERICAL, PADDING
 
 DTYPES = {"FP32": "<f4", "INT32": "<i4", "INT64": "<i8"}
+DATATYPES = {dtype: datatype for datatype, dtype in DTYPES.items()}
 
 # B: rows, N: numerical features, H: ids of a row in all features of fixed hotness
 
@@ -32,21 +33,19 @@ def encoded(
     """Return a request of these tensors, in the datatypes of their names; FP32 where there is none."""
     arrays, entries = {}, []
     for name, values in inputs.items():
-        datatype = datatypes.get(name, "FP32")
-        array = np.ascontiguousarray(values, DTYPES[datatype])
+        array = np.ascontiguousarray(values, DTYPES[datatypes.get(name, "FP32")])
         arrays[name] = array
-        entries.append(
-            {
-                "name": name,
-                "datatype": datatype,
-                "shape": list(array.shape),
-                "parameters": {"binary_data_size": array.nbytes},
-            }
-        )
+        entries.append(input_entry(name, array, {"binary_data_size": array.nbytes}))
     document = {"inputs": entries, "parameters": {"binary_data_output": True}}
     head = json.dumps(document).encode()
     body = b"".join([head, *(array.tobytes() for array in arrays.values())])
     return EncodedRequest(num_rows, body, len(head), arrays)
+
+
+def input_entry(name: str, array: np.ndarray, where: Mapping[str, object]) -> dict[str, object]:
+    """Return what a request says of a tensor, `where` its bytes are too."""
+    datatype, shape = DATATYPES[array.dtype.str], list(array.shape)
+    return {"name": name, "datatype": datatype, "shape": shape, "parameters": where}
 
 
 class RequestEncoder:

@@ -2,14 +2,14 @@
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 
 from serving.client.connection import Address, Connection, ServerError
-from serving.client.dataset_requests import EncodedRequest
+from serving.client.dataset_requests import EncodedRequest, input_entry
 from serving.client.load import Body
 
 PATH = "/v2/systemsharedmemory/region"
@@ -35,7 +35,12 @@ async def shared_bodies(
             for name, array in request.inputs.items():
                 target = np.ndarray(array.shape, array.dtype, memory.buf, offset)
                 target[...] = array
-                entries.append(_entry(name, array, region, offset))
+                where = {
+                    "shared_memory_region": region,
+                    "shared_memory_byte_size": array.nbytes,
+                    "shared_memory_offset": offset,
+                }
+                entries.append(input_entry(name, array, where))
                 offset += array.nbytes
             document = {"inputs": entries, "parameters": {"binary_data_output": True}}
             content = json.dumps(document).encode()
@@ -54,14 +59,3 @@ async def shared_bodies(
             memory.close()
             memory.unlink()
             connection.close()
-
-
-def _entry(name: str, array: np.ndarray, region: str, offset: int) -> Mapping[str, object]:
-    datatype = {"f4": "FP32", "i4": "INT32", "i8": "INT64"}[array.dtype.str[1:]]
-    parameters = {
-        "shared_memory_region": region,
-        "shared_memory_byte_size": array.nbytes,
-        "shared_memory_offset": offset,
-    }
-    shape = list(array.shape)
-    return {"name": name, "datatype": datatype, "shape": shape, "parameters": parameters}
