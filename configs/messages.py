@@ -65,6 +65,12 @@ def shown(value: Any) -> str:
     return shortened(printable(_SHORT.repr(value)))
 
 
+def first_of(texts: Sequence[str], most: int = 4) -> str:
+    """Return the first texts of a list, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return f"{', '.join(texts[:most])}{more}"
+
+
 def shortened(text: str, max_chars: int = MAX_SHOWN_CHARS) -> str:
     """Return `text`, or its first and last part around `...` if it has more than `max_chars` characters."""
     if len(text) <= max_chars:

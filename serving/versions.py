@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.messages import shown
+from configs.messages import first_of, shown
 from dataloading.dataset.durable_files import replace_directory, sync_directory
 from serving.manifest import VOCABULARIES, Manifest, ModelError
 from serving.raw_records import RawDescription
@@ -42,8 +42,7 @@ class Deciding:
             names = _other_ids(self.path, self.manifest, path, manifest)
         except OSError as error:
             raise ModelError(f"{error.filename} cannot be read ({error.strerror})") from None
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        return [f"ids of values of {', '.join(map(shown, names[:4]))}{more}"] if names else []
+        return [f"ids of values of {first_of([*map(shown, names)])}"] if names else []
 
 
 def _other_ids(before: Path, manifest: Manifest, after: Path, changed: Manifest) -> list[str]:

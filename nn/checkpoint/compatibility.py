@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.messages import shown
+from configs.messages import first_of, shown
 from configs.schema import Component
 from dataloading.dataset.feature_spec import FeatureSpec
 from dataloading.lineage import vocabularies
@@ -57,11 +57,6 @@ def match_options(
         {name: size for name, size in shapes.items() if name not in left_out},
         "; it ".join(notes) or None,
     )
-
-
-def first_four(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{more}"
 
 
 def component_of(name: str) -> Component | None:
@@ -173,7 +168,7 @@ def feature_mismatch(
     if not shrunk and grow:
         return None
     changed = shrunk or [pair for pair in pairs if pair[1] < pair[2]]
-    listed = first_four([f"{name} {old:,} instead of {new:,}" for name, old, new in changed])
+    listed = first_of([f"{name} {old:,} instead of {new:,}" for name, old, new in changed])
     if shrunk:
         return (
             f"has tables with more rows than this dataset ({listed}), but tables can only grow, not "
@@ -193,6 +188,6 @@ def vocabulary_mismatch(facts: Mapping[str, Any], metadata: Mapping[str, Any]) -
     if not other:
         return None
     return (
-        f"was trained with other vocabularies than this dataset's, of {first_four([*map(shown, other)])}: the same id means "
+        f"was trained with other vocabularies than this dataset's, of {first_of([*map(shown, other)])}: the same id means "
         "another value"
     )

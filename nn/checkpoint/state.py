@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from configs.messages import first_of
 from configs.option_values import plain_values
 from configs.schema import Component, Config, MultiHotConfig
 from dataloading.dataset.feature_spec import FeatureSpec
@@ -26,7 +27,6 @@ from nn.checkpoint.compatibility import (
     component_of,
     differences,
     feature_mismatch,
-    first_four,
     is_weight,
     match_options,
     remedy,
@@ -209,7 +209,7 @@ def restore(
     differing = differences(stored, shapes, grow=grow)
     if differing:
         raise ValueError(
-            f"{named} holds another model or optimizer: {first_four(differing)}; "
+            f"{named} holds another model or optimizer: {first_of(differing)}; "
             + remedy(path, stored, shapes, grow=grow, is_own=is_own)
         )
     try:

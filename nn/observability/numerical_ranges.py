@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from configs.messages import printable
+from configs.messages import first_of, printable
 
 LARGE_NUMERICAL = 20.0
 """Root mean square; above it preprocessing prints a note too. Criteo's counts are below it once their logarithm is taken."""
@@ -25,10 +25,9 @@ def range_note(names: Sequence[str], values: np.ndarray) -> str | None:
         return None
     ranges = [
         f"{printable(names[column])} is {values[:, column].min():g} to {values[:, column].max():g}"
-        for column in large[:MAX_NAMES]
+        for column in large.tolist()
     ]
-    more = f" and {len(large) - MAX_NAMES} more" if len(large) > MAX_NAMES else ""
     return (
-        f"numerical features are not scaled: {', '.join(ranges)}{more} in the first {len(values):,} rows, which makes "
+        f"numerical features are not scaled: {first_of(ranges, MAX_NAMES)} in the first {len(values):,} rows, which makes "
         "training unstable; preprocess with standardise, minmax or {log: 1} among their transforms"
     )

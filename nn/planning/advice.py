@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from configs.messages import first_line
+from configs.messages import first_line, first_of
 from configs.options import MOST_RANKS
 from configs.schema import ShardingType, Tier
 from nn.embedding.optimizer import TableRule, less_state
@@ -102,12 +102,11 @@ def lacks_host_memory(problem: PlanProblem) -> str:
     if hardware.table_ranks > 1 and sizes[largest[0]] > usable:
         remedies.append(f"shard {largest[0]} row_wise")
     remedies += [*(_smaller_rows(tables, problem.rule) if in_host else ()), MORE_HOST_MEMORY]
-    listed = ", ".join(f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest[:3])
-    further = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
+    listed = first_of([f"{name} {sizes[name] / GIB:.1f} GiB" for name in largest], most=3)
     read_ahead = f" and, per rank, sharding.read_ahead_gib={config.read_ahead_gib:g} for rows of tables on disk"
     return (
         f"host memory is too small: the tables that sharding.tables puts there or on disk take "
-        f"{sum(sizes.values()) / GIB:.1f} GiB of it ({listed}{further}), and {hardware.table_ranks} x {usable / GIB:.1f} GiB are "
+        f"{sum(sizes.values()) / GIB:.1f} GiB of it ({listed}), and {hardware.table_ranks} x {usable / GIB:.1f} GiB are "
         f"usable ({hardware.host_bytes / GIB:.1f} GiB per node less sharding.reserve={config.reserve:g}"
         f"{read_ahead * bool(of_disk)}). {_either(remedies)}"
     )
