@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -170,12 +169,8 @@ class RunRecord:
 
     def best(self, metric: Metric) -> tuple[float | None, int | None]:
         """Return the best value of a metric over the comparable evaluations, and its step."""
-        best, step = math.nan, None
-        for record in self.comparable:
-            value = _number(record.get(metric.test_key))
-            if value is not None and metric.improves(value, best):
-                best, step = value, int(_number(record.get("step")) or 0)
-        return (None if math.isnan(best) else best), step
+        found = ((r, _number(r.get(metric.test_key))) for r in self.comparable)
+        return metric.best((int(_number(r.get("step")) or 0), v) for r, v in found if v is not None)
 
     def speed(self) -> float | None:
         """Return samples/s: of the summary, or the median of the records."""

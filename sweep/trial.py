@@ -64,11 +64,7 @@ class RunningTrial:
 
     def result(self) -> tuple[float | None, int | None]:
         """Return the best value of the metric after the first step, and its step."""
-        best, step = math.nan, None
-        for number, value in evaluations(RunRecord.read(self.run_dir), self.metric):
-            if self.metric.improves(value, best):
-                best, step = value, number
-        return (None if math.isnan(best) else best), step
+        return self.metric.best(evaluations(RunRecord.read(self.run_dir), self.metric))
 
     def _begin(self) -> Ending | None:
         """Start the process, unless one of an earlier command still runs, or the run has ended already."""

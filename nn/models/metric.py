@@ -35,6 +35,14 @@ class Metric:
             return False
         return math.isnan(best) or (value > best if self.larger_is_better else value < best)
 
+    def best(self, values: Iterable[tuple[int, float]]) -> tuple[float | None, int | None]:
+        """Return the best of values after steps, (step, value) each, and its step; None of none."""
+        best, at = math.nan, None
+        for step, value in values:
+            if self.improves(value, best):
+                best, at = value, step
+        return (None if at is None else best), at
+
     def of(self, task: str) -> "Metric":
         """Return this metric of one of several tasks."""
         return replace(self, task=task, title=f"{task} {self.title.removeprefix('test ')}")
