@@ -13,7 +13,7 @@ from configs.messages import shown
 from configs.options import describe, open_sections
 from configs.overrides import no_option, unknown_options
 from configs.schema import RENAMED, Config
-from dataloading.dataset.documents import read_yaml
+from dataloading.dataset.documents import read_yaml, reading
 from nn.models.registry import typed_config
 
 
@@ -24,14 +24,8 @@ def read_saved_config(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         raise ValueError(f"config={path} is a directory; name the config.yaml in it")
-    try:
+    with reading(f"config={path}", "name the config.yaml of a run directory"):
         values = read_yaml(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"config={path}: no such file; name the config.yaml of a run directory"
-        ) from None
-    except OSError as error:
-        raise ValueError(f"config={path}: cannot be read ({error.strerror})") from None
     if not isinstance(values, dict) or not {"recipe", "model", "train"} <= values.keys():
         raise ValueError(
             f"config={path} is no configuration of a run, which has recipe, model and train; name the config.yaml of a run "

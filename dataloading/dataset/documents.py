@@ -178,6 +178,17 @@ def refuse_doubled(path: Path, names: Sequence[str]) -> None:
         )
 
 
+@contextmanager
+def reading(file: str, remedy: str) -> Iterator[None]:
+    """Raise ValueError for a file that is missing, with the remedy, or that cannot be read; `file` as messages name it."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{file}: no such file; {remedy}") from None
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read ({error.strerror})") from None
+
+
 def file_list_text(names: Sequence[str]) -> str:
     """Return the text of a list of files, by their paths relative to it."""
     return "\n".join([str(len(names)), *names]) + "\n"

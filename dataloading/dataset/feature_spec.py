@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from configs.messages import shown
-from dataloading.dataset.documents import read_yaml, resolved
+from dataloading.dataset.documents import read_yaml, reading, resolved
 from dataloading.dataset.row_columns import LABEL_DTYPES, Channel, RowColumn
 from dataloading.dataset.sequences import MOMENT_DTYPE, EventColumn, EventPools, SequenceGroup
 from dataloading.dataset.split_files import (
@@ -358,14 +358,9 @@ def _is_hotness(value: object) -> bool:
 
 
 def _read_yaml(path: Path) -> object:
-    try:
+    remedy = "name a dataset directory (one without a spec is not complete: write it again)"
+    with reading(str(path), remedy):
         return read_yaml(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"{path}: no such file; name a dataset directory (one without a spec is not complete: write it again)"
-        ) from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _section(document: object, key: str) -> Mapping[str, Any]:

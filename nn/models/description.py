@@ -23,7 +23,7 @@ from configs.built_in import MODELS
 from configs.messages import shown
 from configs.option_values import plain_values
 from configs.schema import ModelConfig
-from dataloading.dataset.documents import read_json
+from dataloading.dataset.documents import read_json, reading
 from dataloading.dataset.feature_spec import DYNAMIC, CategoricalFeature, FeatureSpec, id_dtype
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.dataset.sequences import EventColumn, SequenceGroup
@@ -242,12 +242,9 @@ def read_description(path: Path, *, trusted: bool = False) -> ModelDescription:
 
     Raises ValueError: the file is missing, malformed, of a newer format, or names a model that may not be imported.
     """
-    try:
+    remedy = "runs of earlier versions wrote none, so evaluate its checkpoint with mode=eval"
+    with reading(str(path), remedy):
         content = read_json(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"{path}: no such file; runs of earlier versions wrote none, so evaluate its checkpoint with mode=eval"
-        ) from None
     try:
         return _parsed(content, trusted)
     except (KeyError, TypeError, AttributeError) as error:

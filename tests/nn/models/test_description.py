@@ -108,3 +108,19 @@ def test_a_wrong_description_is_refused_in_one_line(change, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         build_from_json(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (FileNotFoundError, "no such file; runs of earlier versions"),
+        (PermissionError, r"model.json: cannot be read \(Permission denied\)"),
+    ],
+)
+def test_a_description_that_cannot_be_read_is_refused_in_one_line(monkeypatch, error, problem):
+    def fail(path):
+        raise error(13, "Permission denied")
+
+    monkeypatch.setattr("nn.models.description.read_json", fail)
+    with pytest.raises(ValueError, match=problem):
+        build_from_json("model.json")
