@@ -113,7 +113,7 @@ def open_service(config: ServerConfig, token: str | None) -> "Service":
 
 async def serve(service: "Service", config: ServerConfig, started: float) -> None:
     """Serve until SIGTERM or SIGINT, then answer what has begun."""
-    # Refused connections are open until they have read why.
+    # Raise the limit of open files, if it may be: refused connections are open until they have read why.
     count = 2 * config.max_connections + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < count:

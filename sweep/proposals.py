@@ -46,9 +46,10 @@ def promising_values(
     values = np.array([*known.values()])
     low = np.quantile(values, 0.25)
     worst = float(max(values.min(), low - FAR_BELOW * (values.max() - low)))
+    middle = float(np.median(values))
     for trial in trials:
         # Failed ones have the worst value, those that just started the middle one.
-        missing = worst if trial.state is TrialState.FAIL else float(np.median(values))
+        missing = worst if trial.state is TrialState.FAIL else middle
         value = max(known.get(trial.number, missing), worst)
         if trial.params.keys() == distributions.keys():
             study.add_trial(

@@ -90,6 +90,7 @@ class Training:
         """Open the run; ValueError: an invalid option or input, or a run directory that holds the complete run already."""
         config = self._config
         check_inputs(config)
+        # Weights that are made in inference mode can never be trained; of no_grad each step asks again.
         check_torch_state(trains=torch.is_inference_mode_enabled())
         if current_thread() is not main_thread():
             warnings.warn(

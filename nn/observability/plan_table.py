@@ -7,6 +7,7 @@ from itertools import groupby
 
 from rich.console import Console
 
+from configs.messages import first_of
 from configs.schema import Config
 from nn.observability.layout import bare_table, grid, print_columns, ranges
 from nn.planning.exchange import Link
@@ -241,8 +242,7 @@ def _device_room(tables: Sequence[TablePlan]) -> str:
 
 
 def _names(tables: Sequence[TablePlan]) -> str:
-    names = ", ".join(row.table for row in tables[:MOST_LINES])
-    return names + (f" and {len(tables) - MOST_LINES} more" if len(tables) > MOST_LINES else "")
+    return first_of([row.table for row in tables], MOST_LINES)
 
 
 def print_ways(console: Console, ways: Mapping[str, Sequence[Link] | str]) -> None:

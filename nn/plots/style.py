@@ -80,8 +80,9 @@ def legend_above(axes: Any, columns: int = 2, title: str | None = None, lines: i
 
 def label_point(axes: Any, x: float, y: float, text: str, color: str) -> None:
     """Write a short text above a point."""
-    above = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center"}
-    axes.annotate(text, (x, y), **above, size=8.5, color=color)
+    axes.annotate(
+        text, (x, y), (0, 8), textcoords="offset points", ha="center", size=8.5, color=color
+    )
 
 
 def plain(text: str, longest: int = 40) -> str:
