@@ -47,14 +47,16 @@ class Ranks:
         """Return whether this is rank 0, which writes files and prints to the terminal."""
         return self.rank == 0
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """Gather tensors of one shape on rank 0; return None on other ranks."""
+    def gather(
+        self, tensor: torch.Tensor, channel: dist.ProcessGroup | None = None
+    ) -> list[torch.Tensor] | None:
+        """Gather tensors of one shape on rank 0, on the default communicator or that of `open_channel`; None on other ranks."""
         if self.world_size == 1:
             return [tensor]
         gathered = None
         if self.is_rank0:
             gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.gather(tensor.contiguous(), gathered, dst=0)
+        dist.gather(tensor.contiguous(), gathered, dst=0, group=channel)
         return gathered
 
     def gather_objects(self, value: Any) -> list[Any] | None:

@@ -1,4 +1,4 @@
-"""AUC of training rows beside the step: computed on a stream of its own, and read when it is there.
+"""AUC of training rows beside the step: computed on a stream and a communicator of its own, and read when it is there.
 
 The result is exactly that of `nn.metrics.ranking.roc_auc`: pairs are counted in integers. Nothing is read back meanwhile, so
 no shape depends on the labels.
@@ -6,6 +6,7 @@ no shape depends on the labels.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,32 +23,56 @@ def pair_counts(logits: Tensor, is_positive: Tensor) -> Tensor:
     larger logit, where a tie counts once; positives; negatives; logits that are nan.
     """
     ascending, order = logits.sort()
+    is_sorted_positive = is_positive[order]
     # Negative rows before each position.
-    before = pad((~is_positive[order]).cumsum(0), (1, 0))
-    below = before[torch.searchsorted(ascending, logits)]
-    below_or_equal = before[torch.searchsorted(ascending, logits, right=True)]
-    pairs = torch.where(is_positive, below + below_or_equal, 0).sum()
+    before = pad((~is_sorted_positive).cumsum(0), (1, 0))
+    # In ascending order, so that neighbours search the same memory.
+    below = before[torch.searchsorted(ascending, ascending)]
+    below_or_equal = before[torch.searchsorted(ascending, ascending, right=True)]
+    pairs = torch.where(is_sorted_positive, below + below_or_equal, 0).sum()
     return torch.stack([pairs, is_positive.sum(), (~is_positive).sum(), logits.isnan().sum()])
 
 
-class LateAuc:
-    """The AUC of some rows, on its way.
+@dataclass(frozen=True, slots=True)
+class RankRows:
+    """The rows of all ranks by collectives that may run beside those of a step: `gather` returns None except on rank 0."""
 
-    `rows` returns logits, float32 [N], and whether the label is 1, bool [N]. It reads `pieces`, which are kept until it is
-    done, for the stream that has made them.
+    gather: Callable[[Tensor], list[Tensor] | None]
+    add_up: Callable[[Tensor], Tensor]
+
+    def pair_counts(self, logits: Tensor, is_positive: Tensor) -> Tensor:
+        """Return the counts over all ranks, on each of them, of equally many rows of each."""
+        gathered = self.gather(torch.stack([logits, is_positive.float()]))
+        if gathered is None:
+            counts = torch.zeros(4, dtype=torch.int64, device=logits.device)
+        else:
+            logits, labels = torch.cat(gathered, dim=1)
+            counts = pair_counts(logits, labels > 0.5)
+        return self.add_up(counts)
+
+
+class LateAuc:
+    """The AUC of some rows of all ranks, on its way.
+
+    `rows` returns this rank's logits, float32 [N], and whether the label is 1, bool [N]; N is the same on all ranks. It reads
+    `pieces`, which are kept until it is done, for the stream that has made them.
     """
 
     def __init__(
-        self, pieces: list[Tensor], rows: Callable[[], tuple[Tensor, Tensor]], device: torch.device
+        self,
+        pieces: list[Tensor],
+        rows: Callable[[], tuple[Tensor, Tensor]],
+        device: torch.device,
+        of_ranks: RankRows,
     ) -> None:
         if device.type != "cuda":
-            self._counts = HostCopy(pair_counts(*rows()))
+            self._counts = HostCopy(of_ranks.pair_counts(*rows()))
             return
         self._pieces = pieces
         stream = stream_for("late AUC", device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            self._counts = HostCopy(pair_counts(*rows()))
+            self._counts = HostCopy(of_ranks.pair_counts(*rows()))
 
     def is_there(self) -> bool:
         return self._counts.is_there()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from nn.metrics.late_auc import LateAuc
+from nn.metrics.late_auc import LateAuc, RankRows
 
 # Log loss is summed in float64 in blocks of so many rows, which takes about 32 MiB of device memory.
 BLOCK_ROWS = 1 << 22
@@ -80,10 +80,10 @@ class KeptRows:
         self._labels.append(labels > 0.5 if self.is_binary else labels.clone())
         self._latest = []
 
-    def late_auc(self) -> LateAuc:
-        """Start to compute the AUC of this rank's rows beside further work."""
+    def late_auc(self, of_ranks: RankRows) -> LateAuc:
+        """Start to compute the AUC of the rows of all ranks, which have equally many, beside further work."""
         pieces = [*self._predictions, *self._labels, *self._latest]
-        return LateAuc(pieces, self.kept, self.device)
+        return LateAuc(pieces, self.kept, self.device, of_ranks)
 
     def first_not_finite(self) -> tuple[int, int, int] | None:
         """Return the first prediction that is not finite: its `update` call, its row there, and how many there are."""

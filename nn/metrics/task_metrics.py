@@ -5,6 +5,7 @@ Rows count by their weights, as in scikit-learn's `sample_weight` and TorchRec's
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 
 from configs.user_objects import described, has_raised, load_user_object
 from dataloading.batch import Batch
-from nn.distributed.process_group import Ranks
+from nn.distributed.process_group import Ranks, open_channel
 from nn.metrics import measures
-from nn.metrics.late_auc import LateAuc
+from nn.metrics.late_auc import LateAuc, RankRows
 from nn.metrics.measured_rows import MeasuredRows, RowGather
 from nn.metrics.prediction_curves import describe_predictions, score_buckets
 from nn.metrics.ranking import KeptRows
@@ -46,12 +47,19 @@ class TaskMetrics:
         self._while_training = while_training
         self._group = group
         self._rows = RowGather(device, collectives)
+        # Beside further steps, whose collectives must not wait for those of the metrics.
+        channel = open_channel(collectives, "metrics") if while_training else None
+        self._of_ranks = RankRows(
+            partial(collectives.gather, channel=channel),
+            partial(collectives.all_reduce_sum, channel=channel),
+        )
         self.reset()
 
     def reset(self) -> None:
         self._of_task = [KeptRows(self._device, is_binary=task.is_binary) for task in self._tasks]
         self._weights: list[Tensor] = []
         self._groups: list[Tensor] = []
+        self._is_even = True  # ranks have equally many rows
 
     def update(self, logits: Tensor, batch: Batch, groups: Tensor | None = None) -> None:
         """Keep one batch without its padding rows. The host does not wait for the device.
@@ -60,6 +68,8 @@ class TaskMetrics:
         [num_valid], are given where the ids of the batch are not those of the groups.
         """
         check_logits(self._tasks, logits, batch.labels)
+        num_ranks = self._collectives.world_size
+        self._is_even &= num_ranks == 1 or batch.global_valid == len(batch.labels) * num_ranks
         self._keep(
             logits.detach().float(),
             batch.labels,
@@ -72,7 +82,8 @@ class TaskMetrics:
             self._groups.append(ids.to(self._device, torch.int64, copy=True))
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:
-        """Keep the rows of all ranks that `rows` returned, if any, on one rank."""
+        """Keep the rows of all ranks that `rows` returned on one rank; the others call it without rows."""
+        self._is_even = self._collectives.world_size == 1
         if not rows:
             return
         rows = {name: values.to(self._device) for name, values in rows.items()}
@@ -134,15 +145,17 @@ class TaskMetrics:
             yield MeasuredRows(*kept.kept(), self._kept_weights(), groups, self._rows)
 
     def start(self) -> "StartedMetrics":
-        """Start to compute the metrics of training rows, one rank's unweighted AUC beside further steps; all must call it."""
-        is_exchanged = self._collectives.world_size > 1 or self._has_weights
+        """Start to compute the metrics of training rows, of equally many unweighted ones the AUC beside further steps.
+
+        All ranks must call it.
+        """
         others = {m.name for task in self._tasks for m in task.metrics if m.while_training} - {
             AUC.name
         }
-        if is_exchanged or not self._while_training or others:
+        if self._has_weights or not self._is_even or others:
             return StartedMetrics(self.compute(), {})
         late = {
-            metric.key: rows.late_auc()
+            metric.key: rows.late_auc(self._of_ranks)
             for task, rows in zip(self._tasks, self._of_task, strict=True)
             for metric in task.metrics
             if metric.name == AUC.name

@@ -124,8 +124,9 @@ def open_training(
         trainer = Trainer(session.step, loader, evaluator, config, ranks, output, state)
         if trainer.note is not None:
             session.logger.info(f"note: {trainer.note}")
-        if start.is_continuation and not start.day.is_new and ranks.is_rank0:
-            trainer.records.rows.restore(trainer_rows(start.checkpoint))
+        if start.is_continuation and not start.day.is_new:
+            rows = trainer_rows(start.checkpoint) if ranks.is_rank0 else {}
+            trainer.records.rows.restore(rows)
         yield trainer
 
 

@@ -15,9 +15,12 @@ from nn.training.loop_state import LoopState
 from nn.training.prefetch import Prefetcher
 from nn.training.train_step import StepResult, TrainStep
 
+LATE_STEPS = 8
+"""Steps from that of a record to its end on several GPUs, by which its metrics are there."""
+
 
 class TrainRecords:
-    """The training records of a run, of which the latest can be taken: on a GPU up to a few steps after its own.
+    """The training records of a run, of which the latest can be taken: on GPUs up to a few steps after its own.
 
     `rows`: metrics of the rows since the latest record.
     """
@@ -66,10 +69,20 @@ class TrainRecords:
         state.last_record = state.num_steps
 
     def take(self, *, waits: bool) -> dict[str, Any] | None:
-        """Return the latest record if it is not taken yet; unless it `waits`, only if its metrics are there."""
-        if self._late is None or not (waits or self._late[1].are_there()):
+        """Return the latest record if it is not taken yet; unless it `waits`, only if it is due.
+
+        It is due when its metrics are there; of several GPUs after `LATE_STEPS`, since all ranks take it at the same step.
+        """
+        if self._late is None:
             return None
-        (record, measured), self._late = self._late, None
+        record, measured = self._late
+        if self._ranks.world_size > 1 and self._ranks.device.type == "cuda":
+            is_due = self._state.num_steps - record["step"] >= LATE_STEPS
+        else:
+            is_due = measured.are_there()
+        if not (waits or is_due):
+            return None
+        self._late = None
         values = measured.values()
         return record | {metric.train_key: values[metric.key] for metric in self._metrics}
 

@@ -56,6 +56,7 @@ def batch_of(rows, *, padding=0, weights=True, rates=True):
     batch = SimpleNamespace(
         labels=padded(labels, 1.0),
         num_valid=len(labels),
+        global_valid=ROWS,
         weights=padded(weight, 0.0) if weights else None,
         keep_rates=padded(rate, 1.0) if rates else None,
         feature=lambda _: SimpleNamespace(values=lambda: groups),

@@ -8,8 +8,11 @@ from nn.distributed.errors import DivergedError
 from nn.library.options import options
 from nn.library.own_training import Training
 from nn.observers.observer import Observer
+from nn.training.train_records import LATE_STEPS
 from tests.helpers.command import run_command
 from tests.helpers.composed import TINY
+from tests.helpers.distributed import run_distributed
+from tests.helpers.gpus import needs_gpus
 
 QUIET = ["log.loggers=[]", "train.max_steps=6", "eval.every=4", "eval.at_start=true", "log.every=3"]
 QUIET += ["checkpoint.save_every=2", "eval.final_max_steps=1"]
@@ -236,3 +239,30 @@ def test_a_training_of_the_library_starts_once_however_its_steps_are_trained(tmp
     # What the observer's own error in `on_error` does not replace.
     with pytest.raises(DivergedError, match="the loss is nan"):
         step_and_diverge()
+
+
+def told_records(run_dir: str, device: str) -> list[tuple[int, int]]:
+    """Return the step of each record, and the one at which this rank is told of it; an evaluation comes after step 24."""
+    told = []
+
+    class Told(Observer):
+        def on_record(self, loop, record):
+            told.append((record["step"], loop.num_steps))
+
+    steps = ["train.max_steps=24", "log.every=10", "eval.per_epoch=1", "checkpoint.save=false"]
+    config = options(
+        "dlrm", *TINY, *steps, "log.loggers=[]", f"device={device}", f"run_dir={run_dir}"
+    )
+    with Training(config, quiet=True, observers=[Told()]) as training:
+        training.train()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size", "late"),
+    [("cpu", 1, 0), ("cpu", 2, 0), pytest.param("cuda", 2, LATE_STEPS, marks=needs_gpus(2))],
+)
+def test_all_ranks_are_told_of_a_record_at_the_same_step(tmp_path, device, world_size, late):
+    """On one GPU the step depends on when the metrics are there."""
+    told = run_distributed(told_records, world_size, f"{tmp_path}/run", device)
+    assert told == [[(10, 10 + late), (20, min(20 + late, 24)), (24, 24)]] * world_size
