@@ -84,15 +84,16 @@ class CapturedIdAllToAll:
         self._released = torch.cuda.Event()
         results: list[tuple[LocalIds, Tensor | None]] = []
 
-        def exchange(ids: Tensor) -> tuple[Tensor, ...]:
+        def exchange(ids: Tensor) -> Tensor:
             # After the capture its tensors are the graph's.
             results[:] = [send(ids)]
-            return results[0][0].tensors
+            # Here and not in the pass, which would wait for a copy of each tensor.
+            return results[0][0].joined()
 
         self._graph = CudaGraph(exchange, ids, stream=torch.cuda.current_stream())
         assert self._graph.outputs is not None, "the graph is open"
         example, self._flag = results.pop()
-        self._arrived = example.of_tensors(self._graph.outputs)
+        self._arrived = example.of_memory(self._graph.outputs)
 
     def __call__(self, ids: Tensor) -> BatchRows:
         if self._is_held:

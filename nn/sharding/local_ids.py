@@ -1,11 +1,13 @@
 """Ids of a batch where they are looked up."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 from dataloading.dataset.batch_layout import Doublings
+
+ALIGN_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +68,46 @@ class LocalIds:
     """Ids of a global batch on the ranks that look them up.
 
     `owned` are in the order of the ranks within a feature (`nn.embedding.id_blocks`), behind them those that become slots
-    (`nn.tiers.slot_ids`); `requested` are those of each group of requested tables.
+    (`nn.tiers.slot_ids`); `requested` are those of each group of requested tables. If all lie in one `memory`, uint8, that is
+    copied at once.
     """
 
     owned: Tensor
     replicated: Tensor
     requested: tuple[RequestedIds, ...] = ()
     capacity: Capacity = Capacity()
+    memory: Tensor | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors, as inputs of a CUDA graph."""
         requested = (tensor for ids in self.requested for tensor in ids.tensors)
         return self.owned, self.replicated, *requested
 
-    def of_tensors(self, tensors: Sequence[Tensor]) -> "LocalIds":
-        """Return the same kind of ids with other tensors."""
-        owned, replicated, *rest = tensors
+    def joined(self) -> Tensor:
+        """Return all tensors in one memory, for `of_memory`: their own, or a copy."""
+        if self.memory is not None:
+            return self.memory
+        size = sum(_room(tensor) for tensor in self.tensors)
+        memory = torch.empty(size, dtype=torch.uint8, device=self.owned.device)
+        for place, tensor in zip(self.of_memory(memory).tensors, self.tensors, strict=True):
+            place.copy_(tensor)
+        return memory
+
+    def of_memory(self, memory: Tensor) -> "LocalIds":
+        """Return the same kind of ids in a memory that `joined` has made."""
+        places, first = [], 0
+        for tensor in self.tensors:
+            place = memory[first : first + tensor.nbytes].view(tensor.dtype)
+            places.append(place.view(tensor.shape))
+            first += _room(tensor)
+        owned, replicated, *rest = places
         size = len(fields(RequestedIds))
         requested = tuple(
             RequestedIds(*rest[first : first + size]) for first in range(0, len(rest), size)
         )
-        return replace(self, owned=owned, replicated=replicated, requested=requested)
+        return LocalIds(owned, replicated, requested, self.capacity, memory)
+
+
+def _room(tensor: Tensor) -> int:
+    """Return the bytes of a tensor, rounded up so that kernels may read the next one in their largest words."""
+    return (tensor.nbytes + ALIGN_BYTES - 1) // ALIGN_BYTES * ALIGN_BYTES

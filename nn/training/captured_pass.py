@@ -42,9 +42,10 @@ class CapturedPass:
         # On one GPU ids may need no exchange (`StepRunner`): they are in the batch's memory then.
         self._is_exchanged = ids.owned is not batch.flat_ids
 
-        def run(memory: Tensor, *tensors: Tensor) -> Tensor:
+        def run(memory: Tensor, *of_ids: Tensor) -> Tensor:
             mine = batch.at(memory)
-            return function.run(ids.of_tensors(tensors or (mine.flat_ids, ids.replicated)), mine)
+            here = ids.of_memory(*of_ids) if of_ids else LocalIds(mine.flat_ids, ids.replicated)
+            return function.run(here, mine)
 
         self.graph: CudaGraph[Tensor] = CudaGraph(
             run, *self._inputs(ids, batch), warm_up=function.without_updates(), beside=beside
@@ -52,7 +53,7 @@ class CapturedPass:
 
     def _inputs(self, ids: LocalIds, batch: Batch) -> Sequence[Tensor]:
         """Return the inputs of the graph, which have the same layout for every batch."""
-        return (batch.memory, *ids.tensors) if self._is_exchanged else (batch.memory,)
+        return (batch.memory, ids.joined()) if self._is_exchanged else (batch.memory,)
 
     def run(self, rows: BatchRows, batch: Batch) -> Tensor:
         """Replay the pass on new inputs; the next call overwrites the logits."""

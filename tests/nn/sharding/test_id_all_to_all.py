@@ -1,7 +1,6 @@
 """Reuse of the captured id exchange's memory; GPU tests compare its results."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, tensor
 
 from nn.sharding.id_all_to_all import CapturedIdAllToAll
-from nn.sharding.local_ids import LocalIds
+from nn.sharding.local_ids import ALIGN_BYTES, LocalIds, RequestedIds
 from tests.helpers.composed import ranks_of_cpu
 
 
@@ -25,27 +24,25 @@ class FakeGraph:
 @pytest.fixture
 def exchange(monkeypatch) -> CapturedIdAllToAll:
     """One that multiplies ids by 10."""
-    launches: list[Callable[[], Tensor]] = []
 
     def send(ids: Tensor) -> tuple[LocalIds, None]:
-        owned = ids * 10
-        launches.append(lambda: owned.copy_(ids * 10))
-        return LocalIds(owned, ids + 1), None
-
-    @contextmanager
-    def record(graph: FakeGraph, **_: object) -> Iterator[None]:
-        yield
-        vars(graph)["replay"] = launches[-1]
+        return LocalIds(ids * 10, ids + 1), None
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
-    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **options: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     stream = SimpleNamespace(wait_event=lambda _: None, wait_stream=lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
-    return CapturedIdAllToAll(send, tensor([1]))
+    exchange = CapturedIdAllToAll(send, tensor([1]))
+    captured = exchange._graph
+    function, outputs = captured._function, captured.outputs
+    assert function is not None
+    assert outputs is not None
+    vars(captured._graph)["replay"] = lambda: outputs.copy_(function(*captured._inputs))
+    return exchange
 
 
 def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(exchange):
@@ -71,3 +68,18 @@ def test_the_end_of_a_process_group_closes_graphs_that_are_still_referenced(exch
     with ranks_of_cpu():
         exchange(tensor([2]))
     assert exchange._graph._graph.is_reset
+
+
+def test_ids_of_several_types_are_copied_as_one_memory():
+    requested = RequestedIds(
+        *(torch.arange(size, dtype=torch.int64) for size in (3, 0, 5, 1, 0, 2))
+    )
+    owned, replicated = torch.arange(7, dtype=torch.int32), torch.arange(9, dtype=torch.int64)
+    ids = LocalIds(owned, replicated, (requested,))
+    memory = ids.joined()
+    joined = ids.of_memory(memory.clone())
+    assert joined.joined() is joined.memory
+    for place, copied in zip(joined.tensors, ids.tensors, strict=True):
+        assert place.dtype == copied.dtype
+        assert torch.equal(place, copied)
+        assert place.storage_offset() * place.itemsize % ALIGN_BYTES == 0
