@@ -117,8 +117,6 @@ class Training:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self._opened is not None:
-            self._trainer.stop_reading()
         self._opened = None
         self._stack.__exit__(*exception)
 

@@ -127,6 +127,8 @@ def open_training(
         if start.is_continuation and not start.day.is_new:
             rows = trainer_rows(start.checkpoint) if ranks.is_rank0 else {}
             trainer.records.rows.restore(rows)
+        # Also after an error, whose traceback keeps the batches.
+        stack.callback(trainer.stop_reading)
         yield trainer
 
 

@@ -7,6 +7,7 @@ and makes no objects.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import repeat
 
 import torch
@@ -21,6 +22,13 @@ from nn.training.look_ahead import LookAhead
 from nn.training.step_runner import StepRunner
 
 
+@dataclass(slots=True)
+class DataWait:
+    """The time of waits for the loader."""
+
+    ms: float = 0.0
+
+
 class Prefetcher:
     """Iterator over (batch on the device, its rows); no batch is repeated or lost.
 
@@ -28,7 +36,7 @@ class Prefetcher:
     once per batch, when the host has just queued work for the device: the prefetch then runs beside that work, on its own
     stream. All ranks must iterate alike, since each call takes part in collectives.
 
-    `loading` returns the context of a wait for the loader. Such waits have taken `data_wait_ms` since that was last set to 0;
+    `loading` returns the context of a wait for the loader. Such waits have taken `data_wait.ms` since that was last set to 0;
     those for ids that other ranks need from disk are not among them.
     """
 
@@ -39,7 +47,8 @@ class Prefetcher:
         device: torch.device,
         loading: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        loaded = self._loaded(batches)
+        self.data_wait = DataWait()
+        loaded = _loaded(batches, loading, self.data_wait)
         self._batches = (
             LookAhead(loaded, runner, device)
             if runner.tables.has_disk_tables
@@ -47,7 +56,6 @@ class Prefetcher:
         )
         self._runner = runner
         self._device = device
-        self._loading = loading
         # The next step waits for the kernels that map ids to slots; beside this step's they are served first.
         priority = 0 if runner.tables.tier is None else -1
         on_gpu = device.type == "cuda"
@@ -55,7 +63,6 @@ class Prefetcher:
         self._buffers: _Buffers | None = None
         self._next: tuple[Batch, BatchRows] | None = None
         self._is_started = False
-        self.data_wait_ms = 0.0
         self.start_next()
 
     def start_next(self) -> None:
@@ -97,16 +104,6 @@ class Prefetcher:
                 batch.memory.record_stream(torch.cuda.current_stream(self._device))
         return batch, rows
 
-    def _loaded(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        while True:
-            start = time.perf_counter()
-            with annotate(DATA_WAIT), self._loading():
-                batch = next(batches, None)
-            self.data_wait_ms += (time.perf_counter() - start) * 1e3
-            if batch is None:
-                return
-            yield batch
-
     def _on_device(self, batch: Batch) -> Batch:
         """Return a copy on the device, on the current stream."""
         # Batches beyond the capacity are rare, and may be so large that no buffer should keep their size.
@@ -115,6 +112,24 @@ class Prefetcher:
         if self._buffers is None or not self._buffers.fit(batch.memory):
             self._buffers = _Buffers(batch.memory, self._device)
         return self._buffers.copied(batch)
+
+
+def _loaded(
+    batches: Iterator[Batch], loading: Callable[[], AbstractContextManager], wait: DataWait
+) -> Iterator[Batch]:
+    """Yield the batches, and add up the waits for them.
+
+    It refers to no prefetcher, which would be a cycle. Python may collect cycles while a thread starts; `batches` that end
+    there would wait for their threads without end.
+    """
+    while True:
+        start = time.perf_counter()
+        with annotate(DATA_WAIT), loading():
+            batch = next(batches, None)
+        wait.ms += (time.perf_counter() - start) * 1e3
+        if batch is None:
+            return
+        yield batch
 
 
 class _Buffers:

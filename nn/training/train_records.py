@@ -58,13 +58,13 @@ class TrainRecords:
             **{metric.train_key: math.nan for metric in self._metrics},
             "lr": step.learning_rate,
             **self.speed.window(),
-            "data_wait_ms": prefetcher.data_wait_ms / state.loss_steps,
+            "data_wait_ms": prefetcher.data_wait.ms / state.loss_steps,
             "hbm_bytes": peak_hbm_bytes(self._ranks),
             **step.tables.host_traffic(state.loss_steps),
             **({} if key_maps is None else key_maps.take_counts(state.loss_steps)),
             **last,
         }
-        state.loss_sum, state.loss_steps, prefetcher.data_wait_ms = 0.0, 0, 0.0
+        state.loss_sum, state.loss_steps, prefetcher.data_wait.ms = 0.0, 0, 0.0
         self._late = record, measured
         state.last_record = state.num_steps
 

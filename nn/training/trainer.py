@@ -194,9 +194,9 @@ class Trainer:
                 if self.num_steps == self._known_step:
                     if not self._wait_for_rows():
                         break
-                    waited_ms = prefetcher.data_wait_ms
+                    waited_ms = prefetcher.data_wait.ms
                     prefetcher = self._read()
-                    prefetcher.data_wait_ms += waited_ms
+                    prefetcher.data_wait.ms += waited_ms
                 self.begin_step()
                 with annotate(STEP):
                     trained = self._step.train(self.num_steps, prefetcher)

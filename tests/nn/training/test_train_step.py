@@ -1,6 +1,8 @@
 """A training step: equality over numbers of ranks, and refusal of a loss that is not finite."""
 
+import gc
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -373,6 +375,24 @@ def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch):
         after = [each.detach() for each in built.step.dense.parameters()]
         after += [shard.weight for shard in built.step.tables.shards()]
         assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_batches_that_nobody_takes_are_left_without_a_collection(monkeypatch):
+    """In the thread that leaves them: where Python collects cycles, another thread may be starting, and all would hang."""
+    left = []
+    shutdown = ThreadPoolExecutor.shutdown
+    monkeypatch.setattr(
+        ThreadPoolExecutor, "shutdown", lambda *a, **k: (left.append(k), shutdown(*a, **k))
+    )
+    with ranks_of_cpu():
+        prefetcher = build(compose_config(*TINY)).prefetcher(0, 4)
+        next(prefetcher)
+        gc.disable()
+        try:
+            del prefetcher
+            assert left
+        finally:
+            gc.enable()
 
 
 def test_a_pass_that_is_not_recorded_releases_its_ids_too():

@@ -361,5 +361,5 @@ def test_the_wait_for_data_leaves_out_ids_that_other_ranks_need_from_disk():
         yield SimpleNamespace(to=lambda _: "batch")
 
     prefetcher = Prefetcher(batches(), Runner(), torch.device("cpu"), wait)
-    assert 20 <= prefetcher.data_wait_ms < 100
+    assert 20 <= prefetcher.data_wait.ms < 100
     assert next(prefetcher) == ("batch", None)
