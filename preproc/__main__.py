@@ -2,12 +2,14 @@
 
 if __name__ == "__main__":
     # First, since the imports below take a moment, and make no garbage that is worth looking for.
+    import atexit
     import gc
 
     from configs.stop_signals import end_at_once_on_signals
 
     end_at_once_on_signals()
     gc.set_threshold(100_000)
+    atexit.register(gc.freeze)  # nor at the end
 
 import os
 import shutil

@@ -205,8 +205,9 @@ def read_codes(
 def _batches(directory: Path, column: str) -> Iterator[pa.RecordBatch]:
     """Yield the batches of the rows with a column, of which one is in memory or mapped at a time."""
     if (directory / CODED_FILE).exists():
-        with pa.memory_map(str(directory / CODED_FILE)) as file, pa.ipc.open_file(file) as rows:
-            yield from map(rows.get_batch, range(rows.num_record_batches))
+        with pa.memory_map(str(directory / CODED_FILE)) as file:
+            rows = pa.ipc.open_file(file.read_buffer())  # a mapped file reads all columns ahead
+        yield from map(rows.get_batch, range(rows.num_record_batches))
         return
     with pq.ParquetFile(directory / RELATION_FILE) as file:
         yield from file.iter_batches(columns=[column], use_threads=False)

@@ -86,12 +86,12 @@ def stored_ids(
         ids[~has_value] = 0
     if not described.is_list or hotness is None:
         return ids, lengths
-    kept = ids
     if len(lengths) and lengths.max() > hotness:
         index = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         if described.take == "last":
             index = np.repeat(lengths, lengths) - 1 - index
-        kept = ids[index < hotness]
+        ids = ids[index < hotness]
     fixed = np.zeros((len(lengths), hotness), ids.dtype)
-    fixed[np.arange(hotness) < lengths[:, None]] = kept
+    # By number: a mask takes twice the time.
+    fixed.reshape(-1)[np.flatnonzero(np.arange(hotness) < lengths[:, None])] = ids
     return fixed, lengths
