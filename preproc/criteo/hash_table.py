@@ -11,15 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from dataloading.keys.kernels.compiled import kernel
-from preproc.criteo.tokenizer import NON_HEX
+from preproc.criteo.tokenizer import MISSING, NON_HEX
 
 # Bytes per entry: a slot, and an empty one that keeps probes short; a growing table also holds the old one.
 ENTRY_BYTES = 16
 GROWING_ENTRY_BYTES = 24
 # Slots per chunk of entries that a full table yields.
 PART_SLOTS = 1 << 20
-# First size of a counter: it fits in the cache, and few columns have more values.
-FIRST_SLOTS = 1 << 12
+# A table of this size fits in the cache. Smaller ones would have longer probes.
+FIRST_SLOTS = 1 << 16
 # A count has half of a slot.
 MOST_COUNTED = (1 << 32) - 1
 
@@ -35,7 +35,9 @@ def _home_cell(code, num_slots, drawn):
     mixed = ((mixed ^ (mixed >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & LOW
     mixed = ((mixed ^ (mixed >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & LOW
     mixed ^= mixed >> np.uint64(16)
-    return np.int64((mixed * np.uint64(num_slots)) >> HALF)
+    return (
+        mixed * np.uint64(num_slots)
+    ) >> HALF  # unsigned: Numba checks whether other indices are negative
 
 
 @kernel
@@ -44,28 +46,25 @@ def _find(code, slots, drawn):
     key = np.uint64(code) << HALF
     cell = _home_cell(code, len(slots), drawn)
     while slots[cell] != 0 and slots[cell] & ~LOW != key:
-        cell = cell + 1 if cell + 1 < len(slots) else 0
+        cell += np.uint64(1)
+        if cell == np.uint64(len(slots)):
+            cell = np.uint64(0)
     return cell
 
 
 @kernel
-def _count(codes, begin, slots, used, drawn, first_non_hex):
-    """Count codes[begin:] below `first_non_hex` until half of the slots are used; return where, slots, if one was NON_HEX."""
+def _count(codes, begin, slots, used, drawn):
+    """Count codes[begin:] until half of the slots are used; return where, and slots in use."""
     most = len(slots) // 2
-    has_non_hex = False
     for at in range(begin, len(codes)):
-        code = codes[at]
-        if code >= first_non_hex:
-            has_non_hex |= code == first_non_hex
-            continue
-        cell = _find(code, slots, drawn)
+        cell = _find(codes[at], slots, drawn)
         if slots[cell] == 0:
             if used == most:
-                return at, used, has_non_hex
-            slots[cell] = np.uint64(code) << HALF
+                return at, used
+            slots[cell] = np.uint64(codes[at]) << HALF
             used += 1
         slots[cell] += np.uint64(1)
-    return len(codes), used, has_non_hex
+    return len(codes), used
 
 
 @kernel
@@ -131,7 +130,7 @@ class Counter:
     """Counts codes in a table that grows to `most_entries` values."""
 
     def __init__(self, most_entries: int) -> None:
-        # whether NON_HEX was among the codes; neither it nor MISSING is counted
+        # whether NON_HEX was among the codes taken; neither it nor MISSING is among the entries
         self.has_non_hex = False
         self._most_slots = 2 * most_entries
         self._slots = np.zeros(min(FIRST_SLOTS, self._most_slots), np.uint64)
@@ -144,8 +143,7 @@ class Counter:
         self._counted += len(codes)
         at = 0
         while True:
-            at, self._used, non_hex = _count(codes, at, self._slots, self._used, DRAWN, NON_HEX)
-            self.has_non_hex |= non_hex
+            at, self._used = _count(codes, at, self._slots, self._used, DRAWN)
             if at == len(codes):
                 return
             if 2 * len(self._slots) <= self._most_slots:
@@ -159,6 +157,8 @@ class Counter:
         for start in range(0, len(self._slots), PART_SLOTS):
             part = self._slots[start : start + PART_SLOTS]
             entries = part[part != 0]
+            self.has_non_hex |= bool((entries >> HALF == NON_HEX).any())
+            entries = entries[entries >> HALF < NON_HEX]
             yield (entries >> HALF).astype(np.uint32), entries & LOW
         self._slots = np.zeros(min(FIRST_SLOTS, self._most_slots), np.uint64)
         self._used = self._counted = 0
@@ -167,12 +167,15 @@ class Counter:
 class Lookup:
     def __init__(self, most_entries: int) -> None:
         """Allocate a table for `most_entries` codes, `ENTRY_BYTES` each."""
-        self._slots = np.zeros(2 * most_entries + 1, np.uint64)
+        num_slots = max(2 * most_entries + 3, min(8 * most_entries, FIRST_SLOTS))
+        self._slots = np.zeros(num_slots, np.uint64)
+        # Missing values are found too, with the id that they have: a branch that is always taken costs nothing.
+        self.add(np.array([MISSING]), np.array([0]))
 
     def add(self, codes: np.ndarray, ids: np.ndarray) -> None:
         """Add distinct uint32 `codes` and their int32 or int64 `ids`, which start at 1; may be called repeatedly."""
         _insert(codes.astype(np.uint64) << HALF | ids.astype(np.uint64), self._slots, DRAWN)
 
     def __call__(self, codes: np.ndarray, ids: np.ndarray) -> None:
-        """Write the ids of uint32 `codes` [n] to `ids` [n]; entries of unknown codes stay as they are."""
+        """Write the ids of uint32 `codes` [n] to `ids` [n], 0 for MISSING; entries of unknown codes stay as they are."""
         _look_up(codes, self._slots, DRAWN, ids)

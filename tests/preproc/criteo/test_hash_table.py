@@ -44,7 +44,7 @@ def test_a_lookup_leaves_ids_that_it_does_not_know():
     lookup = Lookup(1)
     lookup.add(np.array([5], np.uint32), np.array([1]))
     lookup(np.array([4, 5, MISSING], np.uint32), ids)
-    assert ids.tolist() == [7, 1, 7]
+    assert ids.tolist() == [7, 1, 0]
 
 
 @pytest.mark.parametrize("most_entries", [1, 3, 100, 2048, 1 << 20])
@@ -88,8 +88,10 @@ def test_codes_behind_a_full_table_are_counted_for_the_next_one(monkeypatch):
 
 def test_texts_without_a_code_are_noticed():
     counter = Counter(10)
-    list(counter.add(np.array([1, NON_HEX], np.uint32)))
+    list(counter.add(np.array([1, NON_HEX, MISSING, NON_HEX], np.uint32)))
+    [(values, counts)] = counter.take()
     assert counter.has_non_hex
+    assert (values.tolist(), counts.tolist()) == ([1], [1])
 
 
 @pytest.mark.parametrize("kind", ["random", "strided", "ends", "none"])
