@@ -6,7 +6,7 @@ that line is bad, and which field is wrong. The kernel releases the GIL, so seve
 
 import numpy as np
 
-from dataloading.keys.kernels.compiled import kernel
+from dataloading.keys.kernels.compiled import kernel, lowest_bit, tab_bits
 from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL
 
 # Two codes with a special meaning: a missing field, and a non-hex field, whose text is stored beside the codes. Non-hex is any
@@ -38,6 +38,9 @@ OVER_DIGIT, OVER_LETTER = _each(0x7F - 0x39), np.uint64((0x7F - 0x39) - (0x7F - 
 PAIRS, QUADS = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0000FFFF0000FFFF)
 NINE, SIX, BYTE, HALF = np.uint64(9), np.uint64(6), np.uint64(8), np.uint64(16)
 NIBBLE, WHOLE, CODE = np.uint64(4), np.uint64(32), np.uint64(0xFFFFFFFF)
+OVER_NINE, EVENS, TEN = _each(0x7F - 9), np.uint64(0x000000FF000000FF), np.uint64(10)
+BY_PAIRS, BY_QUADS = np.uint64(100 + (1000000 << 32)), np.uint64(1 + (10000 << 32))
+ZEROS, ONE = _each(ZERO), np.uint64(1)
 
 
 @kernel
@@ -47,6 +50,12 @@ def _word(text, at):
     for byte in range(8):
         word |= np.uint64(text[first + np.uint64(byte)]) << np.uint64(8 * byte)
     return word
+
+
+@kernel
+def _byte(text, at):
+    """Return text[at]; Numba would check whether a signed index is negative."""
+    return text[np.uint64(at)]
 
 
 @kernel
@@ -66,6 +75,13 @@ def _hexadecimal(word):
 
 
 @kernel
+def _decimal(digits):
+    """Return the value of eight decimal digits, the first in the lowest byte."""
+    pairs = digits * TEN + (digits >> BYTE)
+    return np.int64(((pairs & EVENS) * BY_PAIRS + (pairs >> HALF & EVENS) * BY_QUADS) >> WHOLE)
+
+
+@kernel
 def _ends_field(byte):
     return byte in (TAB, LINE_END, RETURN)
 
@@ -73,8 +89,23 @@ def _ends_field(byte):
 @kernel
 def _integers(text, at, row, known, numericals, missing, far, far_values, num_far):
     """Store the integers of a row; return the index of the next field or -1, and the number of entries of `far`."""
-    missing_bits = 0
+    missing_bits, begin, tabs = 0, at, np.uint64(0)
+    if at + 64 + 8 <= len(text):  # the word of a field may begin at the last tab
+        tabs = tab_bits(text, at)
     for column in range(NUM_NUMERICAL):
+        tab, is_near = begin + lowest_bit(tabs), tabs != 0
+        length = tab - at
+        tabs &= tabs - ONE
+        if is_near and length < 8:
+            digits = (_word(text, at) ^ ZEROS) << np.uint64(56 - 8 * length) << BYTE
+            is_missing = np.int64(length == 0)
+            missing_bits |= is_missing << (8 * MISSING_BYTES - 1 - column)
+            entry = _decimal(digits) - LEAST + (-is_missing & (MOST + 1))
+            is_stored = entry - is_missing < len(known) - 1
+            if ((digits + OVER_NINE) | digits) & HIGH_BITS == 0 and is_stored:
+                numericals[row, column] = known[np.uint64(entry)]
+                at = tab + 1
+                continue
         byte = np.int64(text[at])
         if byte == TAB:
             missing_bits |= 1 << (8 * MISSING_BYTES - 1 - column)
@@ -111,13 +142,13 @@ def _categories(text, at, stop, trusted, row, codes, non_hex, num_non_hex):
     """Store the codes of a row; return the index of the next line or -1, and the number of entries of `non_hex`."""
     for column in range(NUM_CATEGORICAL):
         code, end = np.uint32(MISSING), at
-        if not _ends_field(text[at]):
+        if not _ends_field(_byte(text, at)):
             code = np.uint32(NON_HEX)
-            if at + 8 < stop and _ends_field(text[at + 8]):
+            if at + 8 < stop and _ends_field(_byte(text, at + 8)):
                 code, end = _hexadecimal(_word(text, at)), at + 8
             if code >= NON_HEX:
                 code, end, beyond_ascii = np.uint32(NON_HEX), at, np.uint8(0)
-                while not _ends_field(text[end]):
+                while not _ends_field(_byte(text, end)):
                     beyond_ascii |= text[end]
                     end += 1
                 if beyond_ascii >= 0x80 and not trusted:
@@ -127,14 +158,14 @@ def _categories(text, at, stop, trusted, row, codes, non_hex, num_non_hex):
                 non_hex[num_non_hex, 2] = at
                 non_hex[num_non_hex, 3] = end
                 num_non_hex += 1
-        codes[column, row] = code
+        codes[np.uint64(column), np.uint64(row)] = code
         if column < NUM_CATEGORICAL - 1:
-            if text[end] != TAB:
+            if _byte(text, end) != TAB:
                 return -1, num_non_hex
         else:
-            if text[end] == RETURN:
+            if _byte(text, end) == RETURN:
                 end += 1
-            if text[end] != LINE_END:
+            if _byte(text, end) != LINE_END:
                 return -1, num_non_hex
         at = end + 1
     return at, num_non_hex

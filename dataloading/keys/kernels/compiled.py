@@ -12,7 +12,9 @@ from threading import Lock
 from typing import Any
 
 import numba
-from numba import njit
+from numba import njit, types
+from numba.core.cgutils import ir
+from numba.extending import intrinsic
 
 _locks = [Lock()]
 
@@ -32,6 +34,27 @@ def parallel_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     if config.THREADING_LAYER == "default":
         config.THREADING_LAYER = "workqueue"
     return _kept(njit(nogil=True, parallel=True)(function))
+
+
+@intrinsic
+def tab_bits(_: Any, text: Any, at: Any) -> Any:
+    """Return a bit per byte of text[at : at + 64], the first in the lowest bit: whether it is a tab."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array = context.make_helper(builder, signature.args[0], arguments[0])
+        bytes_64 = ir.VectorType(ir.IntType(8), 64)
+        start = builder.bitcast(builder.gep(array.data, [arguments[1]]), bytes_64.as_pointer())
+        are_tabs = builder.icmp_unsigned("==", builder.load(start, align=1), bytes_64([9] * 64))
+        return builder.bitcast(are_tabs, ir.IntType(64))
+
+    return types.uint64(text, types.int64), generate
+
+
+@intrinsic
+def lowest_bit(_: Any, bits: Any) -> Any:
+    """Return the number of the lowest bit that is set, 64 if none is."""
+    may_be_none = ir.IntType(1)(0)
+    return types.int64(types.uint64), lambda _, builder, __, of: builder.cttz(of[0], may_be_none)
 
 
 def _kept(compiled: Any) -> Callable[..., Any]:

@@ -9,7 +9,9 @@ import pytest
 
 from preproc.criteo import parse
 from preproc.criteo.parse_block import BlockParser
+from preproc.criteo.tokenizer import LEAST, MOST
 from preproc.ordered_map import ordered_map
+from preproc.vocabulary_sql import NUM_CATEGORICAL, NUM_NUMERICAL
 from tests.helpers.preproc_command import preproc, write_lines
 from tests.preproc.criteo.test_restart import all_files, noise
 
@@ -91,3 +93,27 @@ def test_a_block_in_the_memory_of_another_has_the_columns_of_its_own():
         assert np.array_equal(column, as_wanted)
     parser.reuse(found.arrays)
     assert parser(long * 2).arrays is not first.arrays
+
+
+def test_integers_of_any_length_and_sign_are_those_of_python():
+    draw = np.random.default_rng(0)
+    some = [str(draw.integers(10**length)) for length in range(1, 19) for _ in range(40)]
+    ends = [number + step for number in (LEAST, 0, MOST, 10**7) for step in (-1, 0, 1, 2)]
+    texts = ["", "", "", "007", "+5", "-0", *map(str, ends), *some, *(f"-{x}" for x in some[:99])]
+    rows = draw.choice(texts, (500, NUM_NUMERICAL))
+    rows[-2:] = draw.choice(["", "12"], (2, NUM_NUMERICAL))  # whose tabs are found one by one
+    lines = ["0\t" + "\t".join(row) + "\t" * NUM_CATEGORICAL + "\n" for row in rows]
+    parsed = BlockParser("int64")("".join(lines).encode())
+    assert parsed.columns[1].tolist() == [[int(text or 0) for text in row] for row in rows]
+    is_missing = np.unpackbits(parsed.columns[2], axis=1, count=NUM_NUMERICAL)
+    assert np.array_equal(is_missing, rows == "")
+
+
+@pytest.mark.parametrize(
+    "text", ["12:", "1/", "-", "1 ", "1\x00", "é", "123456789a", "1\r", "12345678901234567890"]
+)
+def test_what_is_no_integer_is_a_bad_line(text):
+    line = "0\t" + "3\t" * 12 + text + "\t" + "\t".join(["0000000a"] * NUM_CATEGORICAL) + "\n"
+    parsed = BlockParser("float32")(line.encode() * 3)
+    assert parsed.num_rows == 0
+    assert [index for index, _, _ in parsed.bad] == [0, 1, 2]
