@@ -1,7 +1,7 @@
 """Raw Criteo logs to a dataset directory, out of core, in phases that survive the process.
 
-parse: lines become a column store. shuffle: the training rows are permuted, with `shuffle=true`. encode: every column is counted,
-ranked and written by itself. write: labels and numericals. At the end the spec is written and the directory renamed to the
+parse: lines become a column store. shuffle: the training rows are permuted, with `shuffle=true`. encode: every column is written
+by itself; values of categories are counted and ranked before. At the end the spec is written and the directory renamed to the
 output. Completed phases are recorded (`preproc/work_directory.py`), and a killed run resumes after them.
 """
 
@@ -63,6 +63,9 @@ from preproc.work_directory import (
 # Memory per column in progress: counts in DuckDB, a chunk and a hash table.
 COLUMN_BYTES = 256 << 20
 CHUNK_ROWS = 1 << 20
+# Rows of labels or numericals that are written at once, few enough for the cache.
+PLAIN_ROWS = 1 << 16
+NUMERICALS = "numerical"
 # Bytes of the ids per row in the dataset of Criteo's terabyte (docs/criteo.md). The actual width is unknown
 # until the values are counted.
 IDS_BYTES = 63
@@ -189,7 +192,8 @@ def _write(run: _Run, read: list[str]) -> None:
     counted = splits["train"] if config.vocabulary is VocabularyRows.train else range(num_rows)
     for name in ("vocabulary", *splits):
         (dataset / name).mkdir(parents=True, exist_ok=True)
-    encoded = _encode(run, counted)
+    state = _encode(run, counted)
+    encoded = {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
     columns = _missing_numericals(store, counted) | {
         name: ColumnSummary(
             1 - column.seen / len(counted),
@@ -204,23 +208,18 @@ def _write(run: _Run, read: list[str]) -> None:
     summaries = {
         split: SplitSummary(
             len(rows),
-            {LABEL: LabelSum(sum(int(v.sum()) for _, v in store.label.chunks(rows, CHUNK_ROWS)))},
+            {LABEL: LabelSum(state[LABEL][split][0])},
             {name: encoded[name].zeros[split] for name in CATEGORICAL},
+            emptied=dict(zip(NUMERICAL, state[NUMERICALS][split], strict=True)),
         )
         for split, rows in splits.items()
     }
     if config.on_bad is OnBad.quarantine:
         shutil.copyfile(work.directory / "bad_rows.tsv", dataset / "bad_rows.tsv")
     table = criteo_table(config)
-    drawn = dataset, store.numerical.path, columns, summaries, config, table
-    with (
-        run.progress.phase("write labels and numericals, draw the report"),
-        ThreadPoolExecutor(1) as pool,
-    ):
-        # The thread that may be interrupted has the longer work.
-        report = pool.submit(draw_report, *drawn)
-        _write_plain(run, summaries)
-        report.result()
+    with run.progress.phase("draw the report"):
+        numerical_bin = dataset / "train" / f"{NUMERICALS}.bin"
+        draw_report(dataset, numerical_bin, columns, summaries, config, table)
     are_text = {name.lower(): True for name in COLUMNS}
     written = WrittenColumns(
         categorical=[CategoricalFeature.of(name, encoded[name].kept + 1) for name in CATEGORICAL],
@@ -238,8 +237,8 @@ def _write(run: _Run, read: list[str]) -> None:
     complete_dataset(written, config, table, work, run.progress)
 
 
-def _encode(run: _Run, counted: range) -> dict[str, EncodedColumn]:
-    """Shuffle the training rows if `shuffle` is set, and write the ids of all categorical columns."""
+def _encode(run: _Run, counted: range) -> dict[str, Any]:
+    """Shuffle the training rows if `shuffle` is set, and write all columns; return what their writers count."""
     config, work, store, splits = run.config, run.work, run.store, run.splits
     memory = memory_bytes(config)
     threads = config.threads or os.cpu_count() or 1
@@ -254,14 +253,15 @@ def _encode(run: _Run, counted: range) -> dict[str, EncodedColumn]:
         encoder = ColumnEncoder(
             connection, work.dataset, splits, counted, config.frequency_limit, room
         )
-        tasks = {
+        plain = {LABEL: store.label, NUMERICALS: store.numerical}
+        tasks = {name: partial(_write_plain, run, name, plain[name]) for name in plain} | {
             name: partial(encoder, number, name, store.codes[name])
             for number, name in enumerate(CATEGORICAL)
         }
         state = work.state.setdefault("encoded", {})
-        with run.progress.phase("count, rank and encode categoricals") as phase:
-            finish_columns(tasks, store.codes, state, "files", work, workers, phase)
-    return {name: EncodedColumn(**state[name]) for name in CATEGORICAL}
+        with run.progress.phase("encode categoricals, write labels and numericals") as phase:
+            finish_columns(tasks, plain | store.codes, state, "files", work, workers, phase)
+    return state
 
 
 def _shuffle(run: _Run) -> None:
@@ -333,34 +333,28 @@ def finish_columns(
             raise
 
 
-def _write_plain(run: _Run, summaries: dict[str, SplitSummary]) -> None:
-    """Write labels and numericals of every split; add the number of those without a logarithm to its summary."""
-    work, store, dataset = run.work, run.store, run.work.dataset
-    done = work.state.setdefault("plain", [])
-    emptied = work.state.setdefault("emptied", {})
-    bits = np.dtype(f"u{store.numerical.dtype.itemsize}")
-    minus_zero = np.array(-0.0, store.numerical.dtype).view(bits)
+def _write_plain(
+    run: _Run, name: str, column: StoredColumn
+) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """Write labels or numericals; return per split the clicks, or the values without a logarithm per column, and the files."""
+    bits = np.dtype(f"u{column.dtype.itemsize}")
+    # As integers: NumPy computes float16 slowly.
+    noted = 1 if name == LABEL else np.array(-0.0, column.dtype).view(bits)
+    counts: dict[str, list[int]] = {}
+    files: dict[str, Any] = {}
     for split, rows in run.splits.items():
-        if split in done:
-            continue
-        with RecordedFile(dataset, f"{split}/label.bin") as file:
-            for _, values in store.label.chunks(rows, CHUNK_ROWS):
-                file.append(values)
-        work.state["files"] |= file.record
-        counts = np.zeros(len(NUMERICAL), np.int64)
-        with RecordedFile(dataset, f"{split}/numerical.bin") as file:
-            for _, values in store.numerical.chunks(rows, CHUNK_ROWS):
-                # As integers: NumPy computes float16 slowly.
-                stored = values.view(bits)
-                has_none = stored == minus_zero
-                counts += np.count_nonzero(has_none, axis=0)
-                file.append(np.where(has_none, bits.type(0), stored))
-        work.state["files"] |= file.record
-        emptied[split] = counts.tolist()
-        done.append(split)
-        work.save()
-    for split, summary in summaries.items():
-        summary.emptied = dict(zip(NUMERICAL, emptied[split], strict=True))
+        of_split = np.zeros(column.width, np.int64)
+        with RecordedFile(run.work.dataset, f"{split}/{name}.bin") as file:
+            for _, values in column.chunks(rows, PLAIN_ROWS):
+                stored = values.view(bits).ravel()
+                found = np.flatnonzero(stored == noted)
+                of_split += np.bincount(found % column.width, minlength=column.width)
+                if name != LABEL:
+                    stored[found] = 0
+                file.append(stored)
+        counts[split] = of_split.tolist()
+        files |= file.record
+    return counts, files
 
 
 def _missing_numericals(store: ColumnStore, counted: range) -> dict[str, ColumnSummary]:

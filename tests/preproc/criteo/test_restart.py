@@ -229,7 +229,7 @@ def test_a_run_to_another_output_does_not_resume_from_the_files_of_the_first(
     wanted, tmp_path, monkeypatch
 ):
     options = [f"source={wanted[0]}", f"temp_directory={tmp_path}"]
-    stopped_at("_write_plain", monkeypatch, *options, f"output={tmp_path / 'one' / 'out'}")
+    stopped_at("draw_report", monkeypatch, *options, f"output={tmp_path / 'one' / 'out'}")
     for directory in ("two", "one"):
         preproc(*options, f"output={tmp_path / directory / 'out'}")
     assert len(data_files(tmp_path / "one" / "out")) == 2 * 28
@@ -276,7 +276,7 @@ def test_another_writer_of_the_output_leaves_a_run_its_files(tmp_path, monkeypat
     source, output = write_lines(tmp_path / "raw.tsv", noise(500)), tmp_path / "out"
     later = []
 
-    def write_plain(*arguments):
+    def before_the_report(*arguments):
         for command in (
             [f"source={source}", f"temp_directory={tmp_path / 'two'}"],
             ["dataset=synthetic", "data.synthetic.cardinalities=[5]"],
@@ -284,10 +284,10 @@ def test_another_writer_of_the_output_leaves_a_run_its_files(tmp_path, monkeypat
             with pytest.raises(Refused) as refused:
                 preproc(*command, f"output={output}")
             later.append(refused.value.message)
-        return criteo_write_plain(*arguments)
+        return draw_report(*arguments)
 
-    criteo_write_plain = criteo._write_plain
-    monkeypatch.setattr(criteo, "_write_plain", write_plain)
+    draw_report = criteo.draw_report
+    monkeypatch.setattr(criteo, "draw_report", before_the_report)
     preproc(f"source={source}", f"output={output}")
     assert (
         later
@@ -302,13 +302,13 @@ def test_another_writer_of_the_output_leaves_a_run_its_files(tmp_path, monkeypat
 def test_a_directory_that_appears_at_the_output_meanwhile_is_kept(wanted, tmp_path, monkeypatch):
     source, output = wanted[0], tmp_path / "out"
 
-    def write_plain(*arguments):
+    def before_the_report(*arguments):
         output.mkdir()
         (output / "mine").touch()
-        return criteo_write_plain(*arguments)
+        return draw_report(*arguments)
 
-    criteo_write_plain = criteo._write_plain
-    monkeypatch.setattr(criteo, "_write_plain", write_plain)
+    draw_report = criteo.draw_report
+    monkeypatch.setattr(criteo, "draw_report", before_the_report)
     with pytest.raises(Refused, match="is not empty and holds no feature_spec"):
         preproc(f"source={source}", f"output={output}")
     assert [path.name for path in output.iterdir()] == ["mine"]
