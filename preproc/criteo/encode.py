@@ -22,7 +22,8 @@ from preproc.dataset_writer import RecordedFile, checksum
 from preproc.report.console import COVERAGE_LIMITS
 from preproc.vocabulary_sql import coverage, merge_counts, vocabulary
 
-CHUNK_ROWS = 1 << 20
+# Few enough rows that codes and ids stay in the cache between reading, looking up and writing.
+CHUNK_ROWS = 1 << 17
 # Entries of a vocabulary that are added to a hash table at a time.
 PART_ENTRIES = 1 << 18
 # Arrays of a chunk: codes, ids, and ids from earlier parts of the vocabulary.
