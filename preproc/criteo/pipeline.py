@@ -254,10 +254,13 @@ def _encode(run: _Run, counted: range) -> dict[str, Any]:
             connection, work.dataset, splits, counted, config.frequency_limit, room
         )
         plain = {LABEL: store.label, NUMERICALS: store.numerical}
-        tasks = {name: partial(_write_plain, run, name, plain[name]) for name in plain} | {
+        encoders = {
             name: partial(encoder, number, name, store.codes[name])
             for number, name in enumerate(CATEGORICAL)
         }
+        tasks: dict[str, Callable[[], Any]] = {name: encoders[name] for name in CATEGORICAL[:13]}
+        # On the disk, where those columns were, and beside others, so that no thread waits for the last.
+        tasks |= {name: partial(_write_plain, run, name, plain[name]) for name in plain} | encoders
         state = work.state.setdefault("encoded", {})
         with run.progress.phase("encode categoricals, write labels and numericals") as phase:
             finish_columns(tasks, plain | store.codes, state, "files", work, workers, phase)
