@@ -35,9 +35,8 @@ def _home_cell(code, num_slots, drawn):
     mixed = ((mixed ^ (mixed >> np.uint64(16))) * np.uint64(0x85EBCA6B)) & LOW
     mixed = ((mixed ^ (mixed >> np.uint64(13))) * np.uint64(0xC2B2AE35)) & LOW
     mixed ^= mixed >> np.uint64(16)
-    return (
-        mixed * np.uint64(num_slots)
-    ) >> HALF  # unsigned: Numba checks whether other indices are negative
+    # Unsigned: Numba checks whether other indices are negative.
+    return (mixed * np.uint64(num_slots)) >> HALF
 
 
 @kernel
