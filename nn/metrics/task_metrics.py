@@ -59,7 +59,7 @@ class TaskMetrics:
         self._of_task = [KeptRows(self._device, is_binary=task.is_binary) for task in self._tasks]
         self._weights: list[Tensor] = []
         self._groups: list[Tensor] = []
-        self._is_even = True  # ranks have equally many rows
+        self._are_full = True  # so that ranks have equally many rows
 
     def update(self, logits: Tensor, batch: Batch, groups: Tensor | None = None) -> None:
         """Keep one batch without its padding rows. The host does not wait for the device.
@@ -68,8 +68,7 @@ class TaskMetrics:
         [num_valid], are given where the ids of the batch are not those of the groups.
         """
         check_logits(self._tasks, logits, batch.labels)
-        num_ranks = self._collectives.world_size
-        self._is_even &= num_ranks == 1 or batch.global_valid == len(batch.labels) * num_ranks
+        self._are_full &= batch.global_valid == len(batch.labels) * self._collectives.world_size
         self._keep(
             logits.detach().float(),
             batch.labels,
@@ -83,7 +82,7 @@ class TaskMetrics:
 
     def restore(self, rows: Mapping[str, Tensor]) -> None:
         """Keep the rows of all ranks that `rows` returned on one rank; the others call it without rows."""
-        self._is_even = self._collectives.world_size == 1
+        self._are_full = False
         if not rows:
             return
         rows = {name: values.to(self._device) for name, values in rows.items()}
@@ -152,7 +151,8 @@ class TaskMetrics:
         others = {m.name for task in self._tasks for m in task.metrics if m.while_training} - {
             AUC.name
         }
-        if self._has_weights or not self._is_even or others:
+        is_even = self._are_full or self._collectives.world_size == 1
+        if self._has_weights or not is_even or others:
             return StartedMetrics(self.compute(), {})
         late = {
             metric.key: rows.late_auc(self._of_ranks)
