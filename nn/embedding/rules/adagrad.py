@@ -1,17 +1,13 @@
 """Adagrad: divide by the root of the sum of squares of each element."""
 
-import torch
-
 from nn.embedding.optimizer import Group, StateField, States, TableRule, Tensors
 from nn.ops.optional_triton import jit, tl
 
 
 def _update(tables: Tensors, gradients: Tensors, states: States, group: Group) -> None:
-    totals = [state["momentum1"] for state in states]
-    torch._foreach_addcmul_(totals, gradients, gradients)
-    divisors = torch._foreach_sqrt(totals)
-    torch._foreach_add_(divisors, group["eps"])
-    torch._foreach_addcdiv_(tables, gradients, divisors, value=-group["lr"])
+    for table, gradient, state in zip(tables, gradients, states, strict=True):
+        total = state["momentum1"].addcmul_(gradient, gradient)
+        table.addcdiv_(gradient, total.sqrt().add_(group["eps"]), value=-group["lr"])
 
 
 @jit
