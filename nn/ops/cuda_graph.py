@@ -21,7 +21,8 @@ class CudaGraph(Generic[Outputs]):
     """CUDA graph of a function, collectives included.
 
     `function`: launches work on the device only, always with the same shapes and addresses; the host reads nothing back. It
-    must keep the memory that it allocates at its first call and uses again. `inputs`: examples; they fix shapes and dtypes.
+    must keep the memory that it allocates at its first call and uses again. `inputs`: examples; they fix shapes and dtypes, or,
+    `in_place`, are the memory that it reads. `warm_ups`: calls before the capture, none where the function is captured again.
     `stream`: stream of the capture; None for the stream that the captures of a device share. `beside`: another graph with
     which this one shares its memory pool; the two are never replayed at the same time. `outputs`: of the latest replay,
     overwritten by the next one.
@@ -34,16 +35,20 @@ class CudaGraph(Generic[Outputs]):
         stream: torch.cuda.Stream | None = None,
         warm_up: AbstractContextManager | None = None,
         beside: "CudaGraph | None" = None,
+        in_place: bool = False,
+        warm_ups: int = WARM_UP_PASSES,
     ) -> None:
         # The graph holds addresses only, so the memory of the function must live as long as the graph.
         self._function: Callable[..., Outputs] | None = function
-        self._inputs: list[Tensor] = [example.clone() for example in inputs]
+        self._inputs: list[Tensor] = [
+            example if in_place else example.clone() for example in inputs
+        ]
         current = torch.cuda.current_stream()
         stream = stream_for("captures", current.device) if stream is None else stream
         stream.wait_stream(current)
         with torch.cuda.stream(stream), nullcontext() if warm_up is None else warm_up:
             # Compilation, cuBLAS workspaces and NCCL's connections must precede the capture.
-            for _ in range(WARM_UP_PASSES):
+            for _ in range(warm_ups):
                 function(*self._inputs)
         current.wait_stream(stream)
         torch.cuda.synchronize()

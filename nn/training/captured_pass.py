@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dataloading.batch import Batch
-from nn.ops.cuda_graph import CudaGraph
+from nn.ops.cuda_graph import WARM_UP_PASSES, CudaGraph
 from nn.sharding.batch_rows import BatchRows
 from nn.sharding.local_ids import LocalIds
 from nn.training.forward_backward import Forward, ForwardBackward
 
+MOST_GRAPHS = 4
+"""Of places of a trained batch: two of its memory times two of its ids, which may change partners after an evaluation."""
 PassFunction = ForwardBackward | Forward
 """Its `run` on the device has constant shapes and addresses; the host reads nothing back."""
 
@@ -28,16 +30,15 @@ class LaunchedPass:
 
 
 class CapturedPass:
-    """A pass as a CUDA graph.
+    """A pass as CUDA graphs: of trained batches one for each place where they arrive in turns, otherwise one.
 
-    Its inputs, the memory of the batch and ids that were exchanged, are copied before a replay, so that the next batch can
-    arrive meanwhile. It shares the memory of the graph `beside`.
+    Its inputs are the memory of the batch, and that of ids that were exchanged. A batch is read where it has arrived, unless the
+    next one may arrive there during the pass; then it is copied before. All graphs share the memory of the graph `beside`.
     """
 
     def __init__(
         self, function: PassFunction, rows: BatchRows, batch: Batch, beside: CudaGraph | None
     ) -> None:
-        rows.arrive()
         ids = rows.ids
         # On one GPU ids may need no exchange (`StepRunner`): they are in the batch's memory then.
         self._is_exchanged = ids.owned is not batch.flat_ids
@@ -47,21 +48,56 @@ class CapturedPass:
             here = ids.of_memory(*of_ids) if of_ids else LocalIds(mine.flat_ids, ids.replicated)
             return function.run(here, mine)
 
-        self.graph: CudaGraph[Tensor] = CudaGraph(
-            run, *self._inputs(ids, batch), warm_up=function.without_updates(), beside=beside
-        )
+        self._function, self._run, self._beside = function, run, beside
+        self._graphs: dict[tuple[int, ...], CudaGraph[Tensor]] = {}
+        self._latest: tuple[int, ...] = ()
 
-    def _inputs(self, ids: LocalIds, batch: Batch) -> Sequence[Tensor]:
-        """Return the inputs of the graph, which have the same layout for every batch."""
-        return (batch.memory, ids.joined()) if self._is_exchanged else (batch.memory,)
+    @property
+    def graph(self) -> CudaGraph[Tensor] | None:
+        """The first graph, None before the first batch."""
+        return next(iter(self._graphs.values()), None)
 
     def run(self, rows: BatchRows, batch: Batch) -> Tensor:
         """Replay the pass on new inputs; the next call overwrites the logits."""
-        self.graph.load(*self._inputs(rows.ids, batch))
-        # Before the replay and the wait for rows, so that the next batch's exchange and mapping need not wait for them.
-        rows.ids_are_read()
+        # They have the same layout for every batch.
+        inputs = [batch.memory, rows.ids.joined()] if self._is_exchanged else [batch.memory]
+        places = self._places(inputs)
+        if places not in self._graphs:
+            rows.arrive()
+            self._graphs[places] = self._captured(places, inputs)
+        graph = self._graphs[places]
+        if not places:
+            graph.load(*inputs)
+            # Before the replay and the wait for rows, so that the next batch's exchange and mapping need not wait for them.
+            rows.ids_are_read()
         rows.arrive()
-        return self.graph.replay()
+        logits = graph.replay()
+        rows.ids_are_read()
+        return logits
+
+    def _places(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return the addresses of inputs that are read where they are; none of others."""
+        places, before = tuple(each.data_ptr() for each in inputs), self._latest
+        self._latest = places
+        if set(places) & set(before) or not isinstance(self._function, ForwardBackward):
+            return ()
+        return places if places in self._graphs or len(self._graphs) < MOST_GRAPHS else ()
+
+    def _captured(self, places: tuple[int, ...], inputs: Sequence[Tensor]) -> CudaGraph[Tensor]:
+        first = self.graph
+        return CudaGraph(
+            self._run,
+            *inputs,
+            warm_up=self._function.without_updates(),
+            warm_ups=WARM_UP_PASSES if first is None else 0,
+            beside=first or self._beside,
+            in_place=bool(places),
+        )
+
+    def close(self) -> None:
+        """Release the graphs with their memory, even while this object is referenced."""
+        for graph in self._graphs.values():
+            graph.close()
 
 
 AnyPass = LaunchedPass | CapturedPass

@@ -157,5 +157,5 @@ class StepBuilder:
 
 
 def _close(found: AnyPass | None) -> None:
-    if found is not None and found.graph is not None:
-        found.graph.close()
+    if isinstance(found, CapturedPass):
+        found.close()

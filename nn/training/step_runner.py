@@ -15,6 +15,7 @@ from nn.sharding.placement import RankTables
 from nn.sharding.request_capacity import RequestCapacity
 from nn.sharding.sharded_tables import ShardedTables
 from nn.tiers.read_ahead import Need
+from nn.training.captured_pass import LaunchedPass
 from nn.training.pass_context import PassContext
 from nn.training.shared_capacity import SharedCapacity, SlowBatchWarning
 from nn.training.step_builder import StepBuilder
@@ -95,7 +96,7 @@ class StepRunner:
                 rows.arrive()
                 self.tables.write_rekeyed(rekeyed)
             training = self.builder.training(batch, rows, is_full=self._is_full(batch))
-            self.num_launched += training.graph is None
+            self.num_launched += isinstance(training, LaunchedPass)
             return training.run(rows, batch)
 
     def predict(self, batch: Batch, rows: BatchRows) -> Tensor:

@@ -1,6 +1,8 @@
 """Reuse of the captured id exchange's memory; GPU tests compare its results."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -37,37 +39,46 @@ def exchange(monkeypatch) -> CapturedIdAllToAll:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
     exchange = CapturedIdAllToAll(send, tensor([1]))
-    captured = exchange._graph
-    function, outputs = captured._function, captured.outputs
-    assert function is not None
-    assert outputs is not None
-    vars(captured._graph)["replay"] = lambda: outputs.copy_(function(*captured._inputs))
+    for captured in (exchange._next._graph, exchange._other._graph):
+        function, outputs = captured._function, captured.outputs
+        assert function is not None
+        assert outputs is not None
+        replay = partial(replayed, outputs, function, captured._inputs)
+        vars(captured._graph)["replay"] = replay
     return exchange
 
 
+def replayed(outputs: Tensor, function: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+    outputs.copy_(function(*inputs))
+
+
 def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(exchange):
-    first, second = exchange(tensor([2])), exchange(tensor([3]))
-    assert (first.ids.owned.item(), second.ids.owned.item()) == (20, 30)
+    first, second, third = (exchange(tensor([number])) for number in (2, 3, 5))
+    assert [rows.ids.owned.item() for rows in (first, second, third)] == [20, 30, 50]
+    assert exchange(tensor([6])).ids.owned is not first.ids.owned, "the first batch waits still"
     second.ids_are_read()
-    assert exchange(tensor([5])).ids.owned is not first.ids.owned, "the first batch waits still"
+    assert exchange(tensor([6])).ids.owned is not second.ids.owned, "it is not its turn"
     first.ids_are_read()
-    third = exchange(tensor([4]))
-    assert third.ids.owned is first.ids.owned
-    assert third.ids.owned.item() == 40
+    fourth = exchange(tensor([4]))
+    assert fourth.ids.owned is first.ids.owned
+    assert fourth.ids.owned.item() == 40
+    assert exchange(tensor([6])).ids.owned is second.ids.owned
 
 
 def test_a_closed_exchange_is_free_while_its_ids_are_referenced(exchange):
     held = exchange(tensor([2]))
     exchange.close()
     assert held.ids.owned.item() == 20
-    assert exchange._graph._graph.is_reset
-    assert exchange._graph._function is None, "it would keep the tables' memory"
+    for place in (exchange._next, exchange._other):
+        assert place._graph._graph.is_reset
+        assert place._graph._function is None, "it would keep the tables' memory"
 
 
 def test_the_end_of_a_process_group_closes_graphs_that_are_still_referenced(exchange):
     with ranks_of_cpu():
         exchange(tensor([2]))
-    assert exchange._graph._graph.is_reset
+    assert exchange._next._graph._graph.is_reset
+    assert exchange._other._graph._graph.is_reset
 
 
 def test_ids_of_several_types_are_copied_as_one_memory():

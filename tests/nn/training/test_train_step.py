@@ -416,11 +416,14 @@ class Graph:
     made: ClassVar[list["Graph"]] = []
     is_replayed: ClassVar[bool] = False
 
-    def __init__(self, function, *inputs, stream=None, warm_up=None, beside=None):
-        self.function, self.inputs = function, [each.clone() for each in inputs]
-        self.stream, self.beside = stream, beside
+    def __init__(
+        self, function, *inputs, stream=None, warm_up=None, beside=None, in_place=False, warm_ups=3
+    ):
+        self.function = function
+        self.inputs = [each if in_place else each.clone() for each in inputs]
+        self.stream, self.beside, self.in_place = stream, beside, in_place
         self.replays, self.is_closed = 0, False
-        self.warms_up = warm_up is not None
+        self.warms_up = warm_up is not None and warm_ups
         self.outputs = function(*self.inputs) if stream is not None else None
         self.made.append(self)
 
@@ -462,16 +465,19 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(request)
         built = build(config)
         assert built.train(0, 8) == plain
         built.step.close()
-    exchange, training = graphs
-    assert [len(each) for each in exchange.inputs] == [64 * 5]
-    # The memory of a batch, and that of its ids, 4 bytes each.
-    assert [each.dtype for each in training.inputs] == [torch.uint8] * 2
-    assert len(training.inputs[1]) == (64 * 4 + 64) * 4
-    assert (exchange.replays, training.replays) == (6, 6)
-    assert training.warms_up, "the passes before the recording would train"
+    exchanges, training = graphs[:2], graphs[2:]
+    assert [[len(each) for each in exchange.inputs] for exchange in exchanges] == [[64 * 5]] * 2
+    assert [exchange.replays for exchange in exchanges] == [3, 3]
+    # On a CPU batches arrive anywhere. Those that come after four are copied.
+    assert [graph.in_place for graph in training] == [True] * 4 + [False]
+    assert [graph.replays for graph in training] == [1] * 4 + [2]
+    for graph in training:
+        # The memory of a batch, and that of its ids, 4 bytes each.
+        assert [each.dtype for each in graph.inputs] == [torch.uint8] * 2
+        assert len(graph.inputs[1]) == (64 * 4 + 64) * 4
+    assert [bool(graph.warms_up) for graph in training] == [True] + [False] * 4
     # NCCL waits for recordings when its groups are closed.
-    assert exchange.is_closed
-    assert training.is_closed
+    assert all(graph.is_closed for graph in graphs)
 
 
 class Launches(TorchDispatchMode):
@@ -511,10 +517,10 @@ def launches_of_a_step(root: Path, num_features: int) -> int:
 
 @pytest.mark.usefixtures("graphs")
 def test_the_launches_of_a_step_do_not_grow_with_the_ragged_features(tmp_path):
-    """The copy of the batch to the device, of the ids to the exchange, and of batch and ids to the recorded pass."""
+    """The copy of the batch to the device, and of the ids to the exchange: the recorded pass reads them where they are."""
     with ranks_of_cpu():
         counts = [launches_of_a_step(tmp_path / str(number), number) for number in (2, 9)]
-    assert counts == [1 + 1 + 2] * 2
+    assert counts == [1 + 1] * 2
 
 
 @pytest.mark.usefixtures("graphs")
@@ -551,21 +557,33 @@ def test_the_layout_of_batches_is_compared_with_the_step_once(monkeypatch):
     assert asked == [(64, ()), (128, ())]
 
 
-def test_the_ids_of_a_recorded_pass_are_released_before_it_is_replayed(graphs):
-    """The next batch's exchange waits for that moment on the device: after the replay it would wait for the step."""
+@pytest.mark.parametrize(
+    ("most_in_place", "wanted"), [(0, ["load", "release", "replay"]), (4, ["replay", "release"])]
+)
+def test_ids_that_are_copied_are_released_before_the_recorded_pass(
+    graphs, monkeypatch, most_in_place, wanted
+):
+    """The next batch's exchange would wait for the pass; in place the one after it does, whose ids arrive there."""
+    monkeypatch.setattr("nn.training.captured_pass.MOST_GRAPHS", most_in_place)
     events = []
     with ranks_of_cpu():
         built = build(compose_config(*TINY, WITH_EXCHANGE))
         prefetcher = built.prefetcher(0, 3)
         built.step.train(0, prefetcher)
-        _, training = graphs
-        released = built.step.runner.builder.sizes[64].exchange._released
-        released.record = lambda: events.append("release")
-        load, replay = training.load, training.replay
-        training.load = lambda *inputs: (events.append("load"), load(*inputs))
-        training.replay = lambda: (events.append("replay"), replay())[1]
+        exchange = built.step.runner.builder.sizes[64].exchange
+        for place in (exchange._next, exchange._other):
+            place._released.record = lambda: events.append("release")
+        for name in ("load", "replay"):
+            of_graph = getattr(Graph, name)
+
+            def noted(graph, *inputs, name=name, of_graph=of_graph):
+                if graph.stream is None:
+                    events.append(name)
+                return of_graph(graph, *inputs)
+
+            monkeypatch.setattr(Graph, name, noted)
         built.step.train(1, prefetcher)
-    assert events == ["load", "release", "replay"]
+    assert events == wanted
 
 
 def test_a_batch_in_one_memory_is_one_input_of_the_recorded_pass(graphs, monkeypatch):
@@ -575,16 +593,17 @@ def test_a_batch_in_one_memory_is_one_input_of_the_recorded_pass(graphs, monkeyp
     with ranks_of_cpu():
         plain = build(compose_config(*TINY, "train.capture=false"))
         expected = plain.train(0, 6)
+        graphs.clear()
         built = build(compose_config(*TINY))
         built.train_loader.fork_readers()
         losses = built.train(0, 3)
         built.train_loader.close()
         assert losses + built.train(3, 3) == expected
-    training = graphs[-1]
     rows, columns = 64, 3 + 1 + 5
-    assert [each.dtype for each in training.inputs] == [torch.uint8]
-    assert len(training.inputs[0]) >= rows * columns * 4
-    assert training.replays == 6
+    for graph in graphs:
+        assert [each.dtype for each in graph.inputs] == [torch.uint8]
+        assert len(graph.inputs[0]) >= rows * columns * 4
+    assert sum(graph.replays for graph in graphs) == 6
 
 
 def test_scoring_and_training_share_the_memory_of_their_graphs(graphs):
@@ -594,8 +613,10 @@ def test_scoring_and_training_share_the_memory_of_their_graphs(graphs):
         built.score(1)
         built.train(1, 1)
         built.step.close()
-    training, scoring = graphs
-    assert (training.beside, scoring.beside) == (None, training)
+    training, scoring, training_elsewhere = graphs
+    assert training.beside is None
+    assert scoring.beside is training_elsewhere.beside is training
+    assert [graph.in_place for graph in graphs] == [True, False, True]
     assert all(graph.is_closed for graph in graphs)
 
 
