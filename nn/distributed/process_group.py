@@ -75,6 +75,10 @@ class Ranks:
             dist.all_reduce(tensor, group=channel)
         return tensor
 
+    def start_all_reduce_sum(self, tensor: torch.Tensor) -> Callable[[], Any]:
+        """Start to all-reduce in place with sum on the default communicator; return what lets the current stream wait for it."""
+        return dist.all_reduce(tensor, async_op=True).wait
+
     def all_reduce_max(
         self, tensor: torch.Tensor, channel: dist.ProcessGroup | None = None
     ) -> torch.Tensor:

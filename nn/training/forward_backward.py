@@ -1,7 +1,8 @@
 """The pass of a training step: look up, forward, loss, backward, send back, update tables, reduce, update dense.
 
 The tables have a stream of their own. Lookup and all-to-all run beside the bottom MLP, the sort of the ids beside the
-dense component, and the all-to-all of gradients and the update beside the rest of the backward pass and the all-reduce.
+dense component, and the all-to-all of gradients and the update beside the rest of the backward pass and the all-reduce,
+whose larger part begins at the same time.
 On one GPU a dot interaction looks up the rows of one-hot tables itself (`Model.fuses_lookup`).
 The host reads nothing back, so that the pass can be captured once as a CUDA graph (`nn.ops.cuda_graph`).
 """
@@ -312,6 +313,9 @@ class ForwardBackward:
             # A gradient in fp16 may still overflow, which is known behind the backward pass.
             if self._context.loss_scale == 1:
                 self._update_tables(vectors, vectors.verdict)
+            if self._is_whole:
+                # What follows is the backward pass of layers below the embeddings.
+                self._context.gradients.start_sum(self._context.ranks)
             self._add_to_replicated(vectors, vectors.verdict)
 
     def _add_chunk(

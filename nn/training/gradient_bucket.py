@@ -1,9 +1,11 @@
-"""Gradients of the dense component as one vector, which is cleared, checked and all-reduced in one operation each.
+"""Gradients of the dense component as one vector, which is cleared and checked in one operation each.
 
-Matrices begin the vector, and layers that compute their gradient in one product write it there (`nn.ops.gradient_buffer`).
+Matrices begin the vector, the last layer's first, as the backward pass computes them; layers that compute their gradient in one
+product write it there (`nn.ops.gradient_buffer`). So the first part of a large vector can be all-reduced before the rest is known.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,8 @@ from nn.ops.gradient_buffer import offer_buffer, withdraw_buffer
 
 ALIGNMENT = 64
 """Elements; products are written where a result begins at a multiple of it, as memory of their own does."""
+EARLY_BYTES = 2**22
+"""Least size of a part that is all-reduced before the rest; a smaller one is not worth a collective of its own."""
 CLIP_EPS = 1e-6
 """Added to the norm by which gradients are divided; torch's."""
 
@@ -31,7 +35,9 @@ class GradientBucket:
         clip_norm: float | None = None,
     ) -> None:
         # An odd matrix would shift those behind it, whose products then could not write into the vector.
-        parameters = sorted(parameters, key=lambda of: (of.dim() < 2, of.numel() % ALIGNMENT > 0))
+        parameters = sorted(
+            reversed([*parameters]), key=lambda of: (of.dim() < 2, of.numel() % ALIGNMENT > 0)
+        )
         shapes = [parameter.shape for parameter in parameters] + list(further) + [torch.Size(())]
         sizes = [shape.numel() for shape in shapes]
         self.vector: Tensor = parameters[0].new_zeros(sum(sizes))
@@ -42,6 +48,11 @@ class GradientBucket:
         self._clip_norm = clip_norm
         self._parameters = parameters
         self._views = views[: len(parameters)]
+        # Number of parameters whose gradients are summed early, the same on all ranks; None before the first pass.
+        self._num_early: int | None = None
+        # Of a pass: parameters whose gradients are in the vector, numbers that are summed early, and the end of that sum.
+        self._num_collected = self._early_end = 0
+        self._end_early_sum: Callable[[], Any] | None = None
         # An optimizer can then create its state before the first step, so that a checkpoint can be loaded.
         for parameter, view in zip(parameters, self._views, strict=True):
             parameter.grad = view
@@ -56,17 +67,54 @@ class GradientBucket:
                 offer_buffer(parameter, view)
         if self.further:
             torch._foreach_zero_(self.further)
+        self._num_collected = self._early_end = 0
+        self._end_early_sum = None
 
     def keep(self) -> None:
         """Let the next backward pass add to the gradients, which nobody may write over."""
         for parameter in self._parameters:
             withdraw_buffer(parameter)
 
+    def start_sum(self, ranks: Ranks) -> None:
+        """Start to sum over ranks what begins the vector and is known, beside the rest of the backward pass; `sum` ends it.
+
+        That are the gradients that all ranks knew when they first called this. All must call it in the same passes.
+        """
+        if ranks.world_size == 1:
+            return
+        unknown = (number for number, of in enumerate(self._parameters) if of.grad is None)
+        num_known = next(unknown, len(self._parameters))
+        if self._num_early is None:
+            self._num_early = -int(
+                ranks.all_reduce_max(torch.tensor(-num_known, device=ranks.device))
+            )
+        end = sum(view.numel() for view in self._views[: self._num_early])
+        if end * self.vector.element_size() < EARLY_BYTES:
+            return
+        self._early_end = end
+        # A rank whose model has left out a branch in this pass joins in `sum`, as CPUs do: all their collectives are in one order.
+        if num_known >= self._num_early and ranks.device.type == "cuda":
+            self._collect(self._num_early)
+            self._end_early_sum = ranks.start_all_reduce_sum(self.vector[:end])
+
     def sum(self, ranks: Ranks) -> None:
-        """Copy into the vector what the backward pass has not written there, and all-reduce it."""
+        """Copy into the vector what the backward pass has not written there, and sum it over ranks."""
+        self._collect(len(self._parameters))
+        if ranks.world_size > 1:
+            if self._end_early_sum is not None:
+                self._end_early_sum()
+            elif self._early_end > 0:
+                ranks.all_reduce_sum(self.vector[: self._early_end])
+            ranks.all_reduce_sum(self.vector[self._early_end :])
+
+    def _collect(self, num: int) -> None:
+        """Let the gradients of the first `num` parameters be views of the vector, and copy those that are not written there."""
         gradients: list[Tensor] = []
-        end = 0
-        for parameter, view in zip(self._parameters, self._views, strict=True):
+        first, self._num_collected = self._num_collected, num
+        end = sum(view.numel() for view in self._views[:first])
+        for parameter, view in zip(
+            self._parameters[first:num], self._views[first:num], strict=True
+        ):
             withdraw_buffer(parameter)
             gradient, parameter.grad = parameter.grad, view
             if gradient is not None and gradient.data_ptr() == view.data_ptr():
@@ -77,8 +125,6 @@ class GradientBucket:
                 gradients.append(torch.zeros_like(view) if gradient is None else gradient)
             end += view.numel()
         self._copy(gradients, end)
-        if ranks.world_size > 1:
-            ranks.all_reduce_sum(self.vector)
 
     def _copy(self, gradients: list[Tensor], end: int) -> None:
         """Copy gradients into the vector, the last of them up to element `end`."""

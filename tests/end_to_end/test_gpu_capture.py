@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from nn.build import build_test_loader
 from nn.distributed.process_group import process_group, ranks_from_environment
 from nn.distributed.sharded_tensor import local_tensors
 from nn.sharding.sharded_lookup import ShardedLookup
+from nn.training import gradient_bucket
 from nn.training.captured_pass import CapturedPass
 from nn.training.prefetch import Prefetcher
 from tests.helpers.composed import (
@@ -26,7 +28,8 @@ from tests.nn.sharding.test_sharded_embeddings import case
 def losses_around_an_evaluation(cases: list[list[str]]) -> list[tuple[bool, list[float]]]:
     """Return per case whether the passes were captured, and the losses before and after a prediction."""
     results = []
-    with process_group(ranks_from_environment("cuda")):
+    early = mock.patch.object(gradient_bucket, "EARLY_BYTES", 0)
+    with early, process_group(ranks_from_environment("cuda")):
         for case in cases:
             built = build(compose_config(*case))
             losses = built.train(0, 5)
