@@ -1,7 +1,8 @@
 """Gradients of the dense component as one vector, which is cleared and checked in one operation each.
 
 Matrices begin the vector, the last layer's first, as the backward pass computes them; layers that compute their gradient in one
-product write it there (`nn.ops.gradient_buffer`). So the first part of a large vector can be all-reduced before the rest is known.
+product write it there (`nn.ops.gradient_buffer`). So the first part of a vector can be summed over ranks before the rest is
+known.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -92,7 +93,7 @@ class GradientBucket:
         if end * self.vector.element_size() < EARLY_BYTES:
             return
         self._early_end = end
-        # A rank whose model has left out a branch in this pass joins in `sum`, as CPUs do: all their collectives are in one order.
+        # A rank whose model has left out a branch joins in `sum`, as CPUs do, all of whose collectives are in one order.
         if num_known >= self._num_early and ranks.device.type == "cuda":
             self._collect(self._num_early)
             self._end_early_sum = ranks.start_all_reduce_sum(self.vector[:end])
