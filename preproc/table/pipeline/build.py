@@ -79,8 +79,9 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
             from preproc.table.spark_engine import SparkEngine
 
             engine = SparkEngine(config, work.directory)
-        with closing(engine):
-            rows = _build(Journal(config, table, engine, work, progress, sources, fitted))
+        journal = Journal(config, table, engine, work, progress, sources, fitted)
+        with closing(engine), closing(journal):
+            rows = _build(journal)
     print_result(progress, output, rows)
 
 
@@ -193,6 +194,7 @@ def _build(journal: Journal) -> int:
         vocabularies={} if fitted is None else vocabularies(fitted.limits),
         text_columns=TextColumns.of(facts.is_text, str(journal.work.directory)),
     )
+    journal.close()
     complete_dataset(written, config, table, journal.work, journal.progress)
     return rows.num_rows
 

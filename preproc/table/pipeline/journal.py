@@ -1,9 +1,9 @@
 """The journal of a run: its phases are functions over it, and each relation that they write is recorded once."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from typing import NoReturn
 
 from configs.preproc_schema import Mode, PreprocConfig
@@ -17,7 +17,10 @@ from preproc.work_directory import Work
 
 @dataclass(slots=True)
 class Journal:
-    """Inputs of a run, and the relations that it has written; a killed run resumes after the last recorded one."""
+    """Inputs of a run, and the relations that it has written; a killed run resumes after the last recorded one.
+
+    A thread syncs and records relations, in the order in which they were written, while the next ones are computed.
+    """
 
     config: PreprocConfig
     table: TableConfig
@@ -26,20 +29,32 @@ class Journal:
     progress: Progress
     sources: Sources
     fitted: FittedState | None  # an earlier fit that is applied or extended
-    recording: Lock = field(default_factory=Lock)
+    _recorder: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    _records: list[Future[None]] = field(default_factory=list)
 
     def once(self, name: str, write: Callable[[Path], object]) -> None:
         """Write relation `name` unless it is recorded, then make it visible to queries; it is named like its directory."""
-        done = self.work.state.setdefault("relations", [])
         path = self.work.directory / name
-        if name not in done:
+        if name not in self.work.state.get("relations", []):
             write(path)
-            records = self.work.synced_records(path)
-            with self.recording:
-                self.work.state["checked"] |= records
-                done.append(name)
-                self.work.save()
+            self._records.append(self._recorder.submit(self._record, name, path))
+            for record in self._records:
+                if record.done():
+                    record.result()
         self.engine.view(name, path)
+
+    def _record(self, name: str, path: Path) -> None:
+        state = self.work.state
+        records = self.work.synced_records(path)
+        state["checked"] |= records
+        state.setdefault("relations", []).append(name)
+        self.work.save()
+
+    def close(self) -> None:
+        """Wait until all relations are recorded; OSError: one cannot be synced."""
+        self._recorder.shutdown()
+        for record in self._records:
+            record.result()
 
     def query(self, name: str, query: str) -> None:
         """Write relation `name` with the rows of a query, once."""
@@ -51,6 +66,7 @@ class Journal:
 
     def refuse(self, error: ValueError) -> NoReturn:
         """Raise an error of the sources, with which no run can resume."""
+        self._recorder.shutdown()
         self.work.forget()
         raise error
 
