@@ -65,6 +65,11 @@ class CudaGraph(Generic[Outputs]):
         with _without_collection(), capture:
             self.outputs: Outputs | None = function(*self._inputs)
 
+    def is_of(self, *inputs: Tensor) -> bool:
+        """Return whether these are the memory that it reads."""
+        pairs = zip(self._inputs, inputs, strict=True)
+        return all(mine.data_ptr() == given.data_ptr() for mine, given in pairs)
+
     def load(self, *inputs: Tensor) -> None:
         """Queue the copy of new inputs; the current stream may overwrite their memory afterwards."""
         assert self.outputs is not None, "the graph is closed"

@@ -22,7 +22,7 @@ from nn.planning.table_sizes import FP32_BYTES, ID_BYTES
 
 POSITION_BYTES = 8
 BATCHES_ON_DEVICE = 3
-"""The memory of the batch that is trained and of the next one, and the graph's copy."""
+"""The memory of the batch that is trained and of the next one, and the copy of a graph that reads batches from anywhere."""
 CUBLAS_WORKSPACE_BYTES = 32 * 2**20
 """Torch's default on Hopper, per stream; there are two, the step's and the graph's."""
 SORTED_KEY_BYTES = 2 * ID_BYTES + POSITION_BYTES
@@ -173,7 +173,7 @@ def _batch_bytes(step: _Step, stored: FeatureSpec) -> tuple[int, int]:
     # The id exchange has a copy of its input, and positions.
     (num_ids,) = layout.ids.shape
     exchange_bytes = (layout.ids.dtype.itemsize + POSITION_BYTES) * num_ids
-    # What arrives is copied to the graphs of training and evaluation. Between ranks it is also received and put in order.
+    # What arrives has two places, and is copied to the graph of evaluation. Between ranks it is also received and put in order.
     arrived_bytes = 3 * ID_BYTES + (ID_BYTES + POSITION_BYTES if step.world_size > 1 else 0)
     return batch_bytes + exchange_bytes, arrived_bytes
 

@@ -16,7 +16,8 @@ class BatchRows:
     """Holds a batch's ids and its rows of tables in host memory; `with rows.used(...)` releases the rows at its end.
 
     `overflows` says whether any rank has more ids than fit, int32 [1]; None if it cannot have. `release` lets
-    the memory of the ids be reused, behind the current stream; None if they have a memory of their own.
+    the memory of the ids be reused, behind the current stream; None if they have a memory of their own. `turn`: that in which
+    their memory and the batch's are used, the same on all ranks; None where one of them is of this batch alone.
     """
 
     def __init__(
@@ -24,8 +25,10 @@ class BatchRows:
         ids: LocalIds,
         overflows: Tensor | None = None,
         release: Callable[[], None] | None = None,
+        turn: int | None = None,
     ) -> None:
         self.ids = ids
+        self.turn = turn
         self._hold: Hold | None = None
         self._release = release
         self._has_own_memory = release is None

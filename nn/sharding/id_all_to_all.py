@@ -82,20 +82,23 @@ class CapturedIdAllToAll:
 
     def __init__(self, send: Send, ids: Tensor) -> None:
         self._send = send
-        self._next, self._other = (_IdPlace(send, ids) for _ in range(2))
+        self._places = _IdPlace(send, ids), _IdPlace(send, ids)
+        self._latest = 0
 
-    def __call__(self, ids: Tensor) -> BatchRows:
-        place = self._next
+    def __call__(self, ids: Tensor, turn: int | None) -> BatchRows:
+        """Exchange the ids of a batch in the memory of its turn, 0 or 1; of a batch that has none, where no turn was before."""
+        place = self._places[1 - self._latest if turn is None else turn]
         if place.is_held:
             # Two prefetchers are active: evaluation runs while the next training batch waits.
             return BatchRows(*self._send(ids))
-        self._next, self._other = self._other, place
-        return place.exchanged(ids)
+        if turn is not None:
+            self._latest = turn
+        return place.exchanged(ids, turn)
 
     def close(self) -> None:
         """Release the CUDA graphs, even while their ids are referenced."""
-        self._next.close()
-        self._other.close()
+        for place in self._places:
+            place.close()
         # The tables' memory.
         del self._send
 
@@ -114,17 +117,20 @@ class _IdPlace:
             # Here and not in the pass, which would wait for a copy of each tensor.
             return results[0][0].joined()
 
-        self._graph = CudaGraph(exchange, ids, stream=torch.cuda.current_stream())
+        # Not beside the other place: what this graph overwrites may be where the other one's ids have arrived.
+        self._graph: CudaGraph[Tensor] = CudaGraph(
+            exchange, ids, stream=torch.cuda.current_stream()
+        )
         assert self._graph.outputs is not None, "the graph is open"
         example, self._flag = results.pop()
         self._arrived = example.of_memory(self._graph.outputs)
 
-    def exchanged(self, ids: Tensor) -> BatchRows:
+    def exchanged(self, ids: Tensor, turn: int | None) -> BatchRows:
         self.is_held = True
         torch.cuda.current_stream().wait_event(self._released)
         self._graph.load(ids)
         self._graph.replay()
-        return BatchRows(self._arrived, self._flag, self._release)
+        return BatchRows(self._arrived, self._flag, self._release, turn)
 
     def close(self) -> None:
         self._graph.close()

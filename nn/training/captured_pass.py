@@ -1,6 +1,6 @@
 """A pass over the rows of a batch: launched operation by operation, or captured as a CUDA graph."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -10,8 +10,6 @@ from nn.sharding.batch_rows import BatchRows
 from nn.sharding.local_ids import LocalIds
 from nn.training.forward_backward import Forward, ForwardBackward
 
-MOST_GRAPHS = 4
-"""Of places of a trained batch: two of its memory times two of its ids, which may change partners after an evaluation."""
 PassFunction = ForwardBackward | Forward
 """Its `run` on the device has constant shapes and addresses; the host reads nothing back."""
 
@@ -30,10 +28,11 @@ class LaunchedPass:
 
 
 class CapturedPass:
-    """A pass as CUDA graphs: of trained batches one for each place where they arrive in turns, otherwise one.
+    """A pass as CUDA graphs: of trained batches one for each turn, otherwise one.
 
-    Its inputs are the memory of the batch, and that of ids that were exchanged. A batch is read where it has arrived, unless the
-    next one may arrive there during the pass; then it is copied before. All graphs share the memory of the graph `beside`.
+    Its inputs are the memory of the batch, and that of ids that were exchanged. The graph of a turn reads them where they are,
+    since the next batch arrives elsewhere. The other one has a copy. All share the memory of the graph `beside`. Ranks capture
+    and replay the same graphs in the same order.
     """
 
     def __init__(
@@ -48,9 +47,11 @@ class CapturedPass:
             here = ids.of_memory(*of_ids) if of_ids else LocalIds(mine.flat_ids, ids.replicated)
             return function.run(here, mine)
 
-        self._function, self._run, self._beside = function, run, beside
-        self._graphs: dict[tuple[int, ...], CudaGraph[Tensor]] = {}
-        self._latest: tuple[int, ...] = ()
+        self._function: PassFunction | None = function
+        self._run: Callable[..., Tensor] | None = run
+        self._beside = beside
+        # By turn; None: it copies its inputs.
+        self._graphs: dict[int | None, CudaGraph[Tensor]] = {}
 
     @property
     def graph(self) -> CudaGraph[Tensor] | None:
@@ -61,12 +62,15 @@ class CapturedPass:
         """Replay the pass on new inputs; the next call overwrites the logits."""
         # They have the same layout for every batch.
         inputs = [batch.memory, rows.ids.joined()] if self._is_exchanged else [batch.memory]
-        places = self._places(inputs)
-        if places not in self._graphs:
+        turn = rows.turn if isinstance(self._function, ForwardBackward) else None
+        if turn in self._graphs and not self._graphs[turn].is_of(*inputs):
+            # Of another prefetcher, or a larger batch has needed new memory.
+            turn = None
+        if turn not in self._graphs:
             rows.arrive()
-            self._graphs[places] = self._captured(places, inputs)
-        graph = self._graphs[places]
-        if not places:
+            self._graphs[turn] = self._captured(inputs, in_place=turn is not None)
+        graph = self._graphs[turn]
+        if turn is None:
             graph.load(*inputs)
             # Before the replay and the wait for rows, so that the next batch's exchange and mapping need not wait for them.
             rows.ids_are_read()
@@ -75,15 +79,9 @@ class CapturedPass:
         rows.ids_are_read()
         return logits
 
-    def _places(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-        """Return the addresses of inputs that are read where they are; none of others."""
-        places, before = tuple(each.data_ptr() for each in inputs), self._latest
-        self._latest = places
-        if set(places) & set(before) or not isinstance(self._function, ForwardBackward):
-            return ()
-        return places if places in self._graphs or len(self._graphs) < MOST_GRAPHS else ()
-
-    def _captured(self, places: tuple[int, ...], inputs: Sequence[Tensor]) -> CudaGraph[Tensor]:
+    def _captured(self, inputs: Sequence[Tensor], *, in_place: bool) -> CudaGraph[Tensor]:
+        assert self._function is not None, "the pass is open"
+        assert self._run is not None, "the pass is open"
         first = self.graph
         return CudaGraph(
             self._run,
@@ -91,13 +89,14 @@ class CapturedPass:
             warm_up=self._function.without_updates(),
             warm_ups=WARM_UP_PASSES if first is None else 0,
             beside=first or self._beside,
-            in_place=bool(places),
+            in_place=in_place,
         )
 
     def close(self) -> None:
         """Release the graphs with their memory, even while this object is referenced."""
         for graph in self._graphs.values():
             graph.close()
+        self._function = self._run = self._beside = None
 
 
 AnyPass = LaunchedPass | CapturedPass

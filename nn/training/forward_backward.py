@@ -313,7 +313,7 @@ class ForwardBackward:
             # A gradient in fp16 may still overflow, which is known behind the backward pass.
             if self._context.loss_scale == 1:
                 self._update_tables(vectors, vectors.verdict)
-            if self._is_whole:
+            if self._context.chunk_rows is None:
                 # What follows is the backward pass of layers below the embeddings.
                 self._context.gradients.start_sum(self._context.ranks)
             self._add_to_replicated(vectors, vectors.verdict)

@@ -49,10 +49,11 @@ class GradientBucket:
         self._clip_norm = clip_norm
         self._parameters = parameters
         self._views = views[: len(parameters)]
-        # Number of parameters whose gradients are summed early, the same on all ranks; None before the first pass.
+        # Of all ranks: parameters whose gradients are summed early, None before the first pass, and how many numbers these have.
         self._num_early: int | None = None
-        # Of a pass: parameters whose gradients are in the vector, numbers that are summed early, and the end of that sum.
-        self._num_collected = self._early_end = 0
+        self._early_size = 0
+        # Of a pass: parameters that were known at `start_sum`, those whose gradients are in the vector, and the end of the sum.
+        self._num_known = self._num_collected = 0
         self._end_early_sum: Callable[[], Any] | None = None
         # An optimizer can then create its state before the first step, so that a checkpoint can be loaded.
         for parameter, view in zip(parameters, self._views, strict=True):
@@ -68,7 +69,7 @@ class GradientBucket:
                 offer_buffer(parameter, view)
         if self.further:
             torch._foreach_zero_(self.further)
-        self._num_collected = self._early_end = 0
+        self._num_known = self._num_collected = 0
         self._end_early_sum = None
 
     def keep(self) -> None:
@@ -79,34 +80,36 @@ class GradientBucket:
     def start_sum(self, ranks: Ranks) -> None:
         """Start to sum over ranks what begins the vector and is known, beside the rest of the backward pass; `sum` ends it.
 
-        That are the gradients that all ranks knew when they first called this. All must call it in the same passes.
+        As much as all ranks knew here in their first pass; in that nothing is started.
         """
-        if ranks.world_size == 1:
-            return
         unknown = (number for number, of in enumerate(self._parameters) if of.grad is None)
-        num_known = next(unknown, len(self._parameters))
-        if self._num_early is None:
-            self._num_early = -int(
-                ranks.all_reduce_max(torch.tensor(-num_known, device=ranks.device))
-            )
-        end = sum(view.numel() for view in self._views[: self._num_early])
-        if end * self.vector.element_size() < EARLY_BYTES:
-            return
-        self._early_end = end
+        self._num_known = next(unknown, len(self._parameters))
         # A rank whose model has left out a branch joins in `sum`, as CPUs do, all of whose collectives are in one order.
-        if num_known >= self._num_early and ranks.device.type == "cuda":
+        if self._num_early and self._num_known >= self._num_early and ranks.device.type == "cuda":
             self._collect(self._num_early)
-            self._end_early_sum = ranks.start_all_reduce_sum(self.vector[:end])
+            self._end_early_sum = ranks.start_all_reduce_sum(self.vector[: self._early_size])
 
     def sum(self, ranks: Ranks) -> None:
         """Copy into the vector what the backward pass has not written there, and sum it over ranks."""
         self._collect(len(self._parameters))
-        if ranks.world_size > 1:
-            if self._end_early_sum is not None:
-                self._end_early_sum()
-            elif self._early_end > 0:
-                ranks.all_reduce_sum(self.vector[: self._early_end])
-            ranks.all_reduce_sum(self.vector[self._early_end :])
+        if ranks.world_size == 1:
+            return
+        if self._num_early is None:
+            self._agree_on_early(ranks)
+        if self._end_early_sum is not None:
+            self._end_early_sum()
+        elif self._early_size:
+            ranks.all_reduce_sum(self.vector[: self._early_size])
+        ranks.all_reduce_sum(self.vector[self._early_size :])
+
+    def _agree_on_early(self, ranks: Ranks) -> None:
+        known = torch.tensor(-self._num_known, device=ranks.device)
+        self._num_early = -int(ranks.all_reduce_max(known))
+        size = sum(view.numel() for view in self._views[: self._num_early])
+        if size * self.vector.element_size() >= EARLY_BYTES:
+            self._early_size = size
+        else:
+            self._num_early = 0
 
     def _collect(self, num: int) -> None:
         """Let the gradients of the first `num` parameters be views of the vector, and copy those that are not written there."""

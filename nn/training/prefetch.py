@@ -61,6 +61,8 @@ class Prefetcher:
         on_gpu = device.type == "cuda"
         self._stream = stream_for("prefetch", device, priority) if on_gpu else None
         self._buffers: _Buffers | None = None
+        # Counts all batches, also those that have a memory of their own, on this rank alone perhaps: ranks must agree.
+        self._turn = 1
         self._next: tuple[Batch, BatchRows] | None = None
         self._is_started = False
         self.start_next()
@@ -80,7 +82,8 @@ class Prefetcher:
             found = next(self._batches, None)
             if found is not None:
                 host_batch, need = found
-                self._next = self._runner.start(self._on_device(host_batch), need)
+                self._turn = 1 - self._turn
+                self._next = self._runner.start(self._on_device(host_batch), need, self._turn)
         self._is_started = True
 
     def __iter__(self) -> "Prefetcher":
@@ -111,7 +114,7 @@ class Prefetcher:
             return batch.to(self._device)
         if self._buffers is None or not self._buffers.fit(batch.memory):
             self._buffers = _Buffers(batch.memory, self._device)
-        return self._buffers.copied(batch)
+        return self._buffers.copied(batch, self._turn)
 
 
 def _loaded(
@@ -133,7 +136,7 @@ def _loaded(
 
 
 class _Buffers:
-    """Two blocks of memory of the device, which batches of the same size take in turns.
+    """Two blocks of memory of the device, for the turns 0 and 1 of batches of the same size.
 
     A batch must have been taken before the one after the next is copied.
 
@@ -146,18 +149,16 @@ class _Buffers:
             # When it is freed, the allocator waits for the stream that has read it.
             block.record_stream(torch.cuda.default_stream(device))
         self._batches: list[dict[tuple[int, ...], Batch]] = [{}, {}]
-        self._turn = 0
         # On the stream that trains, behind the last use of the batch before the latest.
         self._is_used = torch.Event(device)
 
     def fit(self, memory: Tensor) -> bool:
         return memory.nbytes <= self._blocks[0].nbytes
 
-    def copied(self, batch: Batch) -> Batch:
+    def copied(self, batch: Batch, turn: int) -> Batch:
         """Copy a batch behind the last use of the one that it replaces, and return it; always the same object of a buffer."""
         self._is_used.wait()
-        block, batches = self._blocks[self._turn], self._batches[self._turn]
-        self._turn = 1 - self._turn
+        block, batches = self._blocks[turn], self._batches[turn]
         key = (batch.layout.rows, batch.num_valid, batch.global_valid)
         if key not in batches:
             batches[key] = batch.at(block[: len(batch.memory)])

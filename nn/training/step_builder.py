@@ -60,13 +60,13 @@ class StepBuilder:
             self._unusual = size, capacity, self._built_lookup(size, capacity)
         return self._unusual[2]
 
-    def exchanged(self, size: int, capacity: Capacity, ids: Tensor) -> BatchRows:
+    def exchanged(self, size: int, capacity: Capacity, ids: Tensor, turn: int | None) -> BatchRows:
         parts = self._parts(size, capacity)
         if size not in self.captured_sizes:
             return BatchRows(*parts.lookup.send_ids(ids))
         if parts.exchange is None:
             parts.exchange = CapturedIdAllToAll(parts.lookup.send_ids, ids)
-        return parts.exchange(ids)
+        return parts.exchange(ids, turn)
 
     def training(self, batch: Batch, rows: BatchRows, *, is_full: bool) -> AnyPass:
         """Return the pass that trains a batch; only full training batches justify the memory of a graph."""

@@ -65,13 +65,16 @@ class StepRunner:
         if own and self.tables.tier is not None and self.tables.tier.read_ahead is not None:
             self.tables.tier.read_ahead.start(own)
 
-    def start(self, batch: Batch, need: Need | None = None) -> tuple[Batch, BatchRows]:
+    def start(
+        self, batch: Batch, need: Need | None = None, turn: int | None = None
+    ) -> tuple[Batch, BatchRows]:
         """Send the ids of a batch on the device to their tables, and fetch the rows of those in host memory.
 
-        `need` is the result of `announce`, if it was called. Returns the batch with the capacity that all ranks have.
+        `need` is the result of `announce`, if it was called. Batches whose memory is used again have the `turn` 0 or 1, on all
+        ranks the same. Returns the batch with the capacity that all ranks have.
         """
         batch = self._capacity.of(batch)
-        rows = self._send(batch)
+        rows = self._send(batch, turn)
         self._fetch(batch, rows, need)
         return batch, rows
 
@@ -108,15 +111,15 @@ class StepRunner:
     def _is_full(self, batch: Batch) -> bool:
         return batch.global_valid == batch.layout.rows * self._context.ranks.world_size
 
-    def _send(self, batch: Batch) -> BatchRows:
+    def _send(self, batch: Batch, turn: int | None = None) -> BatchRows:
         ids = batch.flat_ids
         if batch.layout.doublings or not self._is_full(batch):
             return self._send_exactly(batch)
         if self._ids_are_here:
             # The ids are those of the batch, so there is nothing to release.
-            return BatchRows(LocalIds(ids, self._no_ids), release=lambda: None)
+            return BatchRows(LocalIds(ids, self._no_ids), release=lambda: None, turn=turn)
         size = len(batch.labels)
-        return self.builder.exchanged(size, self.request_capacity.usual(size, ids), ids)
+        return self.builder.exchanged(size, self.request_capacity.usual(size, ids), ids, turn)
 
     def _send_exactly(self, batch: Batch) -> BatchRows:
         """Send the ids of an unusual batch, with a capacity for them alone."""

@@ -36,7 +36,7 @@ def gradients(
     """Return the sums of three passes, and the numbers that each pass has summed early.
 
     Layers `branch` and `top` follow the mark, `bottom` comes before it. Ranks in `leaves_out` leave the branch out of the second
-    pass.
+    pass, and the mark, which stands for the embeddings, out of the third.
     """
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in LAYERS}).to(ranks.device)
@@ -46,13 +46,13 @@ def gradients(
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * number + ranks.rank))
         bucket.clear()
         out = model["bottom"](x.to(ranks.device)).relu()
-        if starts:
+        if starts and (number != 2 or ranks.rank not in leaves_out):
             out = _Marked.apply(lambda: bucket.start_sum(ranks), out)
         if number != 1 or ranks.rank not in leaves_out:
             out = model["branch"](out).relu()
         model["top"](out).square().mean().backward()
         bucket.sum(ranks)
-        early.append(bucket._early_end)
+        early.append(bucket._early_size)
         sums.append([parameter.grad.cpu().clone() for parameter in model.parameters()])
     return sums, early
 

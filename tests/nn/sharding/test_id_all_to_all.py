@@ -39,7 +39,7 @@ def exchange(monkeypatch) -> CapturedIdAllToAll:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
 
     exchange = CapturedIdAllToAll(send, tensor([1]))
-    for captured in (exchange._next._graph, exchange._other._graph):
+    for captured in (place._graph for place in exchange._places):
         function, outputs = captured._function, captured.outputs
         assert function is not None
         assert outputs is not None
@@ -52,33 +52,41 @@ def replayed(outputs: Tensor, function: Callable[..., Tensor], inputs: list[Tens
     outputs.copy_(function(*inputs))
 
 
-def test_ids_that_wait_are_not_overwritten_by_the_next_exchange(exchange):
-    first, second, third = (exchange(tensor([number])) for number in (2, 3, 5))
+def test_ids_that_wait_are_not_overwritten_and_turns_have_their_memory(exchange):
+    first = exchange(tensor([2]), 0)
+    # Of an evaluation, while the first batch waits.
+    second, third = (exchange(tensor([number]), turn) for number, turn in ((3, 0), (5, 1)))
     assert [rows.ids.owned.item() for rows in (first, second, third)] == [20, 30, 50]
-    assert exchange(tensor([6])).ids.owned is not first.ids.owned, "the first batch waits still"
-    second.ids_are_read()
-    assert exchange(tensor([6])).ids.owned is not second.ids.owned, "it is not its turn"
-    first.ids_are_read()
-    fourth = exchange(tensor([4]))
-    assert fourth.ids.owned is first.ids.owned
-    assert fourth.ids.owned.item() == 40
-    assert exchange(tensor([6])).ids.owned is second.ids.owned
+    assert [rows.turn for rows in (first, second, third)] == [0, None, 1]
+    for rows in (first, third):
+        rows.ids_are_read()
+    fourth, fifth = (exchange(tensor([number]), turn) for number, turn in ((4, 1), (6, 0)))
+    assert fourth.ids.owned is third.ids.owned
+    assert fifth.ids.owned is first.ids.owned
+    assert [rows.ids.owned.item() for rows in (fourth, fifth)] == [40, 60]
+
+
+def test_a_batch_without_a_turn_leaves_the_latest_ids(exchange):
+    latest = exchange(tensor([2]), 1)
+    latest.ids_are_read()
+    announced = exchange(tensor([3]), None)
+    assert (announced.turn, announced.ids.owned.item()) == (None, 30)
+    assert latest.ids.owned.item() == 20, "its pass may still read them"
 
 
 def test_a_closed_exchange_is_free_while_its_ids_are_referenced(exchange):
-    held = exchange(tensor([2]))
+    held = exchange(tensor([2]), 0)
     exchange.close()
     assert held.ids.owned.item() == 20
-    for place in (exchange._next, exchange._other):
+    for place in exchange._places:
         assert place._graph._graph.is_reset
         assert place._graph._function is None, "it would keep the tables' memory"
 
 
 def test_the_end_of_a_process_group_closes_graphs_that_are_still_referenced(exchange):
     with ranks_of_cpu():
-        exchange(tensor([2]))
-    assert exchange._next._graph._graph.is_reset
-    assert exchange._other._graph._graph.is_reset
+        exchange(tensor([2]), 0)
+    assert all(place._graph._graph.is_reset for place in exchange._places)
 
 
 def test_ids_of_several_types_are_copied_as_one_memory():

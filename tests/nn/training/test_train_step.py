@@ -15,6 +15,7 @@ from torch._inductor import config as inductor_config
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dataloading.batch import Batch
 from dataloading.dataset.dataset_directory import write_dataset
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.source import Columns, DerivedSource
@@ -427,6 +428,9 @@ class Graph:
         self.outputs = function(*self.inputs) if stream is not None else None
         self.made.append(self)
 
+    def is_of(self, *inputs):
+        return all(mine is given for mine, given in zip(self.inputs, inputs, strict=True))
+
     def load(self, *inputs):
         for mine, new in zip(self.inputs, inputs, strict=True):
             mine.copy_(new)
@@ -467,15 +471,16 @@ def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(request)
         built.step.close()
     exchanges, training = graphs[:2], graphs[2:]
     assert [[len(each) for each in exchange.inputs] for exchange in exchanges] == [[64 * 5]] * 2
-    assert [exchange.replays for exchange in exchanges] == [3, 3]
-    # On a CPU batches arrive anywhere. Those that come after four are copied.
-    assert [graph.in_place for graph in training] == [True] * 4 + [False]
-    assert [graph.replays for graph in training] == [1] * 4 + [2]
+    # The tail has its turn too.
+    assert [exchange.replays for exchange in exchanges] == [4, 2]
+    # On a CPU batches have a memory of their own. Those behind the first of each turn are copied.
+    assert [graph.in_place for graph in training] == [True, True, False]
+    assert [graph.replays for graph in training] == [1, 1, 4]
     for graph in training:
         # The memory of a batch, and that of its ids, 4 bytes each.
         assert [each.dtype for each in graph.inputs] == [torch.uint8] * 2
         assert len(graph.inputs[1]) == (64 * 4 + 64) * 4
-    assert [bool(graph.warms_up) for graph in training] == [True] + [False] * 4
+    assert [bool(graph.warms_up) for graph in training] == [True, False, False]
     # NCCL waits for recordings when its groups are closed.
     assert all(graph.is_closed for graph in graphs)
 
@@ -517,10 +522,10 @@ def launches_of_a_step(root: Path, num_features: int) -> int:
 
 @pytest.mark.usefixtures("graphs")
 def test_the_launches_of_a_step_do_not_grow_with_the_ragged_features(tmp_path):
-    """The copy of the batch to the device, and of the ids to the exchange: the recorded pass reads them where they are."""
+    """The copy of the batch to the device, of the ids to the exchange, and of batch and ids to the recorded pass."""
     with ranks_of_cpu():
         counts = [launches_of_a_step(tmp_path / str(number), number) for number in (2, 9)]
-    assert counts == [1 + 1] * 2
+    assert counts == [1 + 1 + 2] * 2
 
 
 @pytest.mark.usefixtures("graphs")
@@ -557,21 +562,14 @@ def test_the_layout_of_batches_is_compared_with_the_step_once(monkeypatch):
     assert asked == [(64, ()), (128, ())]
 
 
-@pytest.mark.parametrize(
-    ("most_in_place", "wanted"), [(0, ["load", "release", "replay"]), (4, ["replay", "release"])]
-)
-def test_ids_that_are_copied_are_released_before_the_recorded_pass(
-    graphs, monkeypatch, most_in_place, wanted
-):
+def test_ids_that_are_copied_are_released_before_the_recorded_pass(graphs, monkeypatch):
     """The next batch's exchange would wait for the pass; in place the one after it does, whose ids arrive there."""
-    monkeypatch.setattr("nn.training.captured_pass.MOST_GRAPHS", most_in_place)
     events = []
     with ranks_of_cpu():
         built = build(compose_config(*TINY, WITH_EXCHANGE))
-        prefetcher = built.prefetcher(0, 3)
+        prefetcher = built.prefetcher(0, 4)
         built.step.train(0, prefetcher)
-        exchange = built.step.runner.builder.sizes[64].exchange
-        for place in (exchange._next, exchange._other):
+        for place in built.step.runner.builder.sizes[64].exchange._places:
             place._released.record = lambda: events.append("release")
         for name in ("load", "replay"):
             of_graph = getattr(Graph, name)
@@ -583,7 +581,37 @@ def test_ids_that_are_copied_are_released_before_the_recorded_pass(
 
             monkeypatch.setattr(Graph, name, noted)
         built.step.train(1, prefetcher)
-    assert events == wanted
+        assert events == ["replay", "release"]
+        events.clear()
+        # On a CPU its memory is not that of the turn's first batch.
+        built.step.train(2, prefetcher)
+    assert events == ["load", "release", "replay"]
+
+
+def test_batches_of_a_turn_share_a_graph_behind_an_evaluation_and_a_tail_too(graphs, monkeypatch):
+    buffers: dict[tuple[int, int, int], Batch] = {}
+
+    def on_device(prefetcher: Prefetcher, batch: Batch) -> Batch:
+        """Use the memory of a turn again, as on a GPU."""
+        key = id(prefetcher), prefetcher._turn, batch.memory.nbytes
+        buffer = buffers.setdefault(key, batch.at(batch.memory.clone()))
+        buffer.memory.copy_(batch.memory)
+        return batch.at(buffer.memory) if batch.global_valid < 64 else buffer
+
+    options = [*TINY, WITH_EXCHANGE, "data.synthetic.train_rows=200"]
+    with ranks_of_cpu():
+        expected = build(compose_config(*options, "train.capture=false")).train(0, 8)
+        graphs.clear()
+        built = build(compose_config(*options))
+        monkeypatch.setattr(Prefetcher, "_on_device", on_device)
+        prefetcher, losses = built.prefetcher(0, 8), []
+        for step in range(8):
+            losses.append(built.step.train(step, prefetcher).loss)
+            if step == 4:
+                built.score(1)
+        assert losses == expected
+    training = [graph for graph in graphs if graph.stream is None and graph.in_place]
+    assert [graph.replays for graph in training] == [4, 2]
 
 
 def test_a_batch_in_one_memory_is_one_input_of_the_recorded_pass(graphs, monkeypatch):
@@ -613,10 +641,10 @@ def test_scoring_and_training_share_the_memory_of_their_graphs(graphs):
         built.score(1)
         built.train(1, 1)
         built.step.close()
-    training, scoring, training_elsewhere = graphs
+    training, scoring, training_of_copies = graphs
     assert training.beside is None
-    assert scoring.beside is training_elsewhere.beside is training
-    assert [graph.in_place for graph in graphs] == [True, False, True]
+    assert scoring.beside is training_of_copies.beside is training
+    assert [graph.in_place for graph in graphs] == [True, False, False]
     assert all(graph.is_closed for graph in graphs)
 
 

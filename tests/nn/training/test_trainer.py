@@ -346,7 +346,7 @@ def test_the_wait_for_data_leaves_out_ids_that_other_ranks_need_from_disk():
         def read_ahead(self, needs: object) -> None:
             pass
 
-        def start(self, batch: object, need: object) -> object:
+        def start(self, batch: object, need: object, turn: int) -> object:
             return batch, need
 
     @contextmanager
