@@ -37,13 +37,15 @@ class Journal:
         path = self.work.directory / name
         if name not in self.work.state.get("relations", []):
             write(path)
-            self._records.append(self._recorder.submit(self._record, name, path))
+            self._records.append(self._recorder.submit(self._record, name, path, [*self._records]))
             for record in self._records:
                 if record.done():
                     record.result()
         self.engine.view(name, path)
 
-    def _record(self, name: str, path: Path) -> None:
+    def _record(self, name: str, path: Path, before: list[Future[None]]) -> None:
+        for record in before:
+            record.result()
         state = self.work.state
         records = self.work.synced_records(path)
         state["checked"] |= records

@@ -1,9 +1,11 @@
 """Tables of any kind to a dataset: sources, transforms, vocabularies, splits, and applying a fit again."""
 
+import errno
 import gzip
 import hashlib
 import json
 import math
+import os
 import random
 import re
 from collections import Counter
@@ -16,6 +18,7 @@ import yaml
 
 from configs.table_schema import TableConfig
 from dataloading.dataset.feature_spec import FeatureSpec
+from preproc import work_directory
 from preproc.table.pipeline.journal import Journal
 from tests.helpers.preproc_command import Refused, data_files, preproc
 
@@ -533,6 +536,27 @@ def test_a_run_stopped_after_any_relation_resumes_without_its_source(tmp_path, p
     assert written == ["all_", "staged_", "rows_", "counts_0", "vocabulary_0", "ids_0"]
     bad = [(tmp_path / name / "bad_rows.tsv").read_text() for name in ("out", "wanted")]
     assert bad[0] == bad[1] != ""
+
+
+def test_a_relation_that_cannot_be_synced_ends_the_run_and_is_written_again(
+    tmp_path, people, monkeypatch
+):
+    table, sync = described(people), work_directory.sync_file
+    wanted = build(tmp_path / "wanted", table)
+
+    def full(path):
+        if "vocabulary_0" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        sync(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work_directory, "sync_file", full)
+        with pytest.raises(Refused, match="No space left on device"):
+            build(tmp_path / "out", table)
+    state = json.loads((tmp_path / ".out.preproc" / "state.json").read_text())["state"]
+    # What was written behind it is not recorded before it.
+    assert state["relations"] == ["all_", "counts_0"]
+    assert build(tmp_path / "out", table) == wanted
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason=f"{SHARED} is not here")
