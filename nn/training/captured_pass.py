@@ -1,6 +1,6 @@
 """A pass over the rows of a batch: launched operation by operation, or captured as a CUDA graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -47,9 +47,7 @@ class CapturedPass:
             here = ids.of_memory(*of_ids) if of_ids else LocalIds(mine.flat_ids, ids.replicated)
             return function.run(here, mine)
 
-        self._function: PassFunction | None = function
-        self._run: Callable[..., Tensor] | None = run
-        self._beside = beside
+        self._function, self._run, self._beside = function, run, beside
         # By turn; None: it copies its inputs.
         self._graphs: dict[int | None, CudaGraph[Tensor]] = {}
 
@@ -80,8 +78,6 @@ class CapturedPass:
         return logits
 
     def _captured(self, inputs: Sequence[Tensor], *, in_place: bool) -> CudaGraph[Tensor]:
-        assert self._function is not None, "the pass is open"
-        assert self._run is not None, "the pass is open"
         first = self.graph
         return CudaGraph(
             self._run,
@@ -96,7 +92,7 @@ class CapturedPass:
         """Release the graphs with their memory, even while this object is referenced."""
         for graph in self._graphs.values():
             graph.close()
-        self._function = self._run = self._beside = None
+        del self._function, self._run, self._beside
 
 
 AnyPass = LaunchedPass | CapturedPass

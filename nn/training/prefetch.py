@@ -61,7 +61,7 @@ class Prefetcher:
         on_gpu = device.type == "cuda"
         self._stream = stream_for("prefetch", device, priority) if on_gpu else None
         self._buffers: _Buffers | None = None
-        # Counts all batches, also those that have a memory of their own, on this rank alone perhaps: ranks must agree.
+        # Of each batch 0 or 1, also of one that has a memory of its own, perhaps on this rank alone: ranks must agree.
         self._turn = 1
         self._next: tuple[Batch, BatchRows] | None = None
         self._is_started = False

@@ -37,15 +37,12 @@ class Journal:
         path = self.work.directory / name
         if name not in self.work.state.get("relations", []):
             write(path)
-            self._records.append(self._recorder.submit(self._record, name, path, [*self._records]))
-            for record in self._records:
-                if record.done():
-                    record.result()
+            self._records.append(self._recorder.submit(self._record, name, path))
+            self._raise_failed()
         self.engine.view(name, path)
 
-    def _record(self, name: str, path: Path, before: list[Future[None]]) -> None:
-        for record in before:
-            record.result()
+    def _record(self, name: str, path: Path) -> None:
+        self._raise_failed()
         state = self.work.state
         records = self.work.synced_records(path)
         state["checked"] |= records
@@ -55,8 +52,12 @@ class Journal:
     def close(self) -> None:
         """Wait until all relations are recorded; OSError: one cannot be synced."""
         self._recorder.shutdown()
+        self._raise_failed()
+
+    def _raise_failed(self) -> None:
         for record in self._records:
-            record.result()
+            if record.done():
+                record.result()
 
     def query(self, name: str, query: str) -> None:
         """Write relation `name` with the rows of a query, once."""

@@ -461,7 +461,7 @@ def graphs(monkeypatch) -> list[Graph]:
     return Graph.made
 
 
-def test_full_batches_share_one_graph_and_the_tail_of_an_epoch_has_none(request):
+def test_full_batches_share_graphs_and_the_tail_of_an_epoch_has_none(request):
     config = compose_config(*TINY, "data.synthetic.train_rows=200", WITH_EXCHANGE)
     with ranks_of_cpu():
         plain = build(config).train(0, 8)
