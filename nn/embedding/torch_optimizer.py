@@ -1,18 +1,19 @@
 """Optimizer of tables in plain torch, for dense gradients and for gradients of some rows.
 
-Replicated tables (`data_parallel`), and on CPUs all others, are updated here. The arithmetic is that of the kernels,
-including the position of eps, so that the plan does not change the result.
+On CPUs all tables are updated here, on GPUs those outside the kernels of `nn.embedding.triton_launcher`. The arithmetic is that
+of the kernels, including the position of eps, so that the plan does not change the result.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from configs.schema import OptimizerConfig
-from nn.embedding.local_tables import LocalTable
+from nn.embedding.local_tables import LocalTable, UpdateScalars
 from nn.embedding.optimizer import Group, States, TableRule, Tensors, table_rule, update_settings
 from nn.ops.addresses import join_adjacent
 from nn.ops.stochastic_rounding import random_bits, round_stochastically
@@ -34,6 +35,7 @@ class TableOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], config: OptimizerConfig) -> None:
         super().__init__(params, update_settings(config))
+        self._config = config
         self._rule = table_rule(config.table_name)
         self._l2 = config.embedding_l2
         self._joined = [_joined(group["params"], self._rule) for group in self.param_groups]
@@ -68,6 +70,26 @@ class TableOptimizer(torch.optim.Optimizer):
             for tables in self._joined:
                 for some in tables:
                     some.state["iter"].fill_(step)
+
+    def step_by_kernels(
+        self, gradients: Sequence[Tensor], scalars: UpdateScalars, is_good: Tensor
+    ) -> None:
+        """Update tables on a GPU by one gradient each, unless `is_good`, int32 [1], is 0; a CUDA graph can repeat it.
+
+        Learning rate and step are those of `scalars`. The gradients stay as they are.
+        """
+        # Only CUDA builds of torch include Triton.
+        from nn.embedding.triton_launcher import update_table
+
+        left = iter(gradients)
+        for some in chain.from_iterable(self._joined):
+            first = 0
+            for gradient in join_adjacent(next(left) for _ in some.tables):
+                rows = slice(first, first + len(gradient))
+                state = {name: some.state[name][rows] for name in self._rule.state_names}
+                table = LocalTable((), some.weight[rows], state)
+                update_table(table, gradient, self._config, scalars, is_good)
+                first = rows.stop
 
     def _update_touched(
         self, tables: Tensors, gradients: Tensors, states: States, group: Group

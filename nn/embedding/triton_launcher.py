@@ -16,7 +16,7 @@ from nn.embedding.local_tables import LocalTable, PlacedLookup, SortedIds, Updat
 from nn.embedding.lookups import Pooling
 from nn.embedding.optimizer import TableRule, table_rule, update_settings
 from nn.ops.addresses import elements_between
-from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update
+from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update, _table_update
 
 SAMPLES_PER_PROGRAM = 32
 """Fewest samples per program of the lookup."""
@@ -31,6 +31,9 @@ IDS_PER_BLOCK = 32
 
 IDS_PER_GROUP = 4
 """Ids of a program whose gradients are loaded together; a divisor of `IDS_PER_BLOCK`."""
+
+ROWS_PER_PROGRAM = 4
+"""Rows per program of the update by dense gradients."""
 
 
 class _Level(NamedTuple):
@@ -188,18 +191,9 @@ class _WidthClass:
             listed = sources.rows, sources.columns, sources.factors
         names = "listed_rows", "listed_columns", "listed_factors"
         self._tables |= dict(zip(names, listed, strict=True))
-        settings = update_settings(config)
-        eps, beta1, beta2 = (settings[name] for name in ("eps", "beta1", "beta2"))
         # Of the rounded-up reciprocals.
         excesses = [-(2**32) % max(abs(count), 1) for count in hotness]
-        self._constants = branch_of(table_rule(config.table_name)) | {
-            "eps": eps,
-            "beta1": beta1,
-            # In single precision 1 - 0.999 keeps four digits only.
-            "rest1": 1 - beta1,
-            "beta2": beta2,
-            "rest2": 1 - beta2,
-            "L2": config.embedding_l2 > 0,
+        self._constants = _constants_of(config) | {
             "ONE_HOT": all(count == 1 for count in hotness),
             # They must not reach the next whole number.
             "BY_PRODUCT": all(
@@ -357,8 +351,53 @@ def _source_of(own: Sequence[LocalTable], hotness: Sequence[int]) -> str:
     return "sum" if is_sum and all(count > 0 for count in hotness) else "one"
 
 
+def update_table(
+    table: LocalTable,
+    gradient: Tensor,
+    config: OptimizerConfig,
+    scalars: UpdateScalars,
+    is_good: Tensor,
+) -> None:
+    """Update the rows of a float32 table by a gradient [rows, D], contiguous, but those where it is zero in all columns.
+
+    The factor of gradients is not applied. If `is_good`, int32 [1], is 0, nothing is updated.
+    """
+    num_rows, width = table.weight.shape
+    lacking = 2 - len(table.state)
+    state1, state2 = [*table.state.values()] + [table.weight] * lacking
+    _table_update[(triton.cdiv(num_rows, ROWS_PER_PROGRAM),)](
+        table.weight,
+        state1,
+        state2,
+        gradient,
+        num_rows,
+        scalars.values,
+        is_good,
+        **_constants_of(config),
+        WIDTH=width,
+        ROWS=ROWS_PER_PROGRAM,
+        BLOCK_D=triton.next_power_of_2(width),
+        num_warps=1,
+    )
+
+
+def _constants_of(config: OptimizerConfig) -> dict[str, Any]:
+    """Return the constants of both updates that the optimizer determines."""
+    settings = update_settings(config)
+    eps, beta1, beta2 = (settings[name] for name in ("eps", "beta1", "beta2"))
+    return branch_of(table_rule(config.table_name)) | {
+        "eps": eps,
+        "beta1": beta1,
+        # In single precision 1 - 0.999 keeps four digits only.
+        "rest1": 1 - beta1,
+        "beta2": beta2,
+        "rest2": 1 - beta2,
+        "L2": config.embedding_l2 > 0,
+    }
+
+
 def branch_of(rule: TableRule) -> dict[str, Any]:
-    """Return the constants of `_segment_update` for an optimizer; ValueError unless its kernel is a `@triton.jit` function."""
+    """Return the update kernels' constants for an optimizer; ValueError unless its kernel is a `@triton.jit` function."""
     if rule.kernel is None:
         raise ValueError(
             f"table optimizer {rule.name} has no kernel for GPUs; set its TableRule's kernel, or device=cpu"

@@ -201,15 +201,29 @@ class ShardedTables:
     def prepare_update(self, step: int, lr: float) -> None:
         """Set learning rate and step count of the next update, which the pass reads; `step` updates were made so far."""
         self.scalars.write(step, lr)
-        if self._replicas_optimizer is not None:
+        if self._replicas_optimizer is not None and not self._updates_replicated_in_pass:
             self._replicas_optimizer.prepare(step, lr)
 
+    @property
+    def _updates_replicated_in_pass(self) -> bool:
+        return self._ranks.device.type == "cuda"
+
+    def update_replicated_in_pass(self, gradients: Sequence[Tensor], is_good: Tensor) -> None:
+        """Update the replicated tables on a GPU, unless `is_good` [1] is 0, with the gradients of `update_replicated`."""
+        if self._replicas_optimizer is not None and self._updates_replicated_in_pass:
+            self._replicas_optimizer.step_by_kernels(gradients, self.scalars, is_good)
+
     def update_replicated(self, gradients: Sequence[Tensor]) -> None:
-        """Update the replicated tables with sums of gradients over all ranks, in the order of `replicated_shapes`."""
+        """Update the replicated tables with sums of gradients over all ranks, in the order of `replicated_shapes`.
+
+        What the pass has updated is only noted.
+        """
         if self._replicas_optimizer is None:
             return
         if self._touched_replicas is not None:
             self._touched_replicas.add(gradients)
+        if self._updates_replicated_in_pass:
+            return
         for replica, gradient in zip(self._replicas.values(), gradients, strict=True):
             replica.grad = gradient
         self._replicas_optimizer.step()

@@ -141,7 +141,7 @@ class _LookedUp:
 
 
 class ForwardBackward:
-    """A training step up to the gradients of replicated tables, and of the dense component unless that is updated here too.
+    """A training step up to the gradients of the dense component, and of replicated tables, unless they are updated here too.
 
     Valid rows of this rank come first, and the others are padding; without numbers all are valid.
     """
@@ -220,7 +220,7 @@ class ForwardBackward:
         with annotate("backward"):
             share.backward(unit_gradient(share.device))
         context.gradients.sum(context.ranks)
-        self._update_dense(verdict)
+        self._update_rest(verdict)
 
     def _train_scaled(self, vectors: _Vectors, share: Tensor, total: Tensor) -> None:
         """Apply the step if, besides, no gradient has overflowed fp16; that is known at the end, and tables wait for it."""
@@ -234,7 +234,7 @@ class ForwardBackward:
             verdict = self._let(verdict.loss, verdict.is_good * finite.int())
             context.readback.record(verdict.loss, verdict.is_good)
         self._update_tables(vectors, verdict)
-        self._update_dense(verdict)
+        self._update_rest(verdict)
 
     def _look_up(self, ids: LocalIds) -> _Vectors:
         """Look up and sort, on the tables' stream."""
@@ -401,12 +401,15 @@ class ForwardBackward:
         gradients.vector.div_(self._context.loss_scale)
         return finite
 
-    def _update_dense(self, verdict: _Verdict) -> None:
-        """Clip the gradients, and update the dense component if that is a part of the pass."""
-        self._context.gradients.clip()
-        if self._context.dense_update is not None:
-            self._table_stream.main_waits_for(verdict.event)
-            self._context.dense_update.apply()
+    def _update_rest(self, verdict: _Verdict) -> None:
+        """Clip the gradients; update replicated tables and the dense component, where they are a part of the pass."""
+        context = self._context
+        context.gradients.clip()
+        self._table_stream.main_waits_for(verdict.event)
+        if context.update_tables:
+            context.update_replicated(context.gradients.further, verdict.is_good)
+        if context.dense_update is not None:
+            context.dense_update.apply()
 
     @contextmanager
     def without_updates(self) -> Iterator[None]:

@@ -134,8 +134,7 @@ class TrainStep:
         self.schedule: Callable[[int], float] = partial(
             learning_rate_factor, config=config.scheduler
         )
-        self._config = config
-        self._ranks = ranks
+        self._config, self._ranks = config, ranks
         self._readback = LossReadback(ranks.device)
         # The pass copies it to the device for the tables' updates: a launch of its own between two graphs is slow.
         self._pass_state = _pass_state(dense, config.seed, ranks, tables.scalars.step)
@@ -158,6 +157,7 @@ class TrainStep:
             autocast=partial(autocast, config.train.amp, ranks.device.type),
             loss_scale=loss_scale(config),
             update_tables=Component.tables not in self.frozen,
+            update_replicated=tables.update_replicated_in_pass,
             dense_update=self._dense_update if self._updates_dense_in_pass else None,
             table_scalars=tables.scalars,
             chunk_rows=chunk_rows(config, ranks.world_size),

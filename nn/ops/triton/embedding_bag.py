@@ -484,3 +484,56 @@ def _segment_update(
                     tl.store(pointer, weight, mask=in_row)
                 total = tl.zeros((BLOCK_D,), tl.float32)
                 has_gradient = False
+
+
+@triton.jit
+def _table_update(
+    weights,
+    state1,
+    state2,
+    gradients,
+    num_rows,
+    scalars,
+    is_good,
+    eps,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    UPDATE: tl.constexpr,
+    STATE1: tl.constexpr,
+    STATE2: tl.constexpr,
+    L2: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    # A program updates neighbouring rows of a table by a gradient of the same shape.
+    if tl.load(is_good) == 0:
+        return
+    column = tl.arange(0, BLOCK_D)
+    in_row = column < WIDTH
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    rate = tl.load(scalars)
+    row_step = RowStep(WIDTH, rate, scalars, eps, beta1, rest1, beta2, rest2)
+    gradients_of_rows = ()
+    for number in tl.static_range(ROWS):
+        has = in_row & (first + number < num_rows)
+        pointer = gradients + (first + number) * WIDTH + column
+        gradients_of_rows += (tl.load(pointer, mask=has, other=0.0),)
+    for number in tl.static_range(ROWS):
+        gradient = gradients_of_rows[number]
+        # A NaN is no zero either.
+        if tl.max((gradient != 0).to(tl.int32), 0) != 0:
+            row = first + number
+            offset = row * WIDTH
+            pointer = weights + offset + column
+            weight = tl.load(pointer, mask=in_row, other=0.0)
+            of_row1, pointer1 = _state_of_row(state1, row, offset, column, in_row, STATE1)
+            of_row2, pointer2 = _state_of_row(state2, row, offset, column, in_row, STATE2)
+            if L2:
+                gradient += tl.load(scalars + 4) * weight
+            weight, of_row1, of_row2 = UPDATE(weight, gradient, of_row1, of_row2, row_step)
+            _store_state(pointer1, of_row1, in_row, STATE1)
+            _store_state(pointer2, of_row2, in_row, STATE2)
+            tl.store(pointer, weight, mask=in_row)
