@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nn.embedding.id_blocks import IdBlock
-from nn.embedding.local_tables import LocalTable
+from nn.embedding.local_tables import LocalTable, PlacedLookup
 from nn.ops.addresses import are_adjacent, joined
 
 
@@ -26,15 +25,18 @@ class AdjacentTables:
         return self.end - self.first
 
 
-def adjacent_tables(tables: Sequence[LocalTable], ids: Sequence[IdBlock]) -> list[AdjacentTables]:
-    """Join the tables of a group as far as memory and the ids of their first lookups allow, in the order of the group."""
+def adjacent_tables(
+    tables: Sequence[LocalTable], firsts: Sequence[PlacedLookup]
+) -> list[AdjacentTables]:
+    """Join the tables of a group, in its order, as far as memory and ids and columns of their first lookups allow."""
 
     def follows(position: int) -> bool:
         before, table = tables[position - 1], tables[position]
-        next_id = ids[position - 1].first + ids[position - 1].count
+        last, first = firsts[position - 1], firsts[position]
         # 16-bit tables cannot be joined, since each has its own rounding.
         return (
-            ids[position].first == next_id
+            first.ids.first == last.ids.first + last.ids.count
+            and first.first_column == last.first_column + before.num_columns
             and table.weight.dtype is torch.float32
             and not (before.is_bounded or table.is_bounded)
             and before.slots is table.slots is None

@@ -44,8 +44,8 @@ COMPARED_IDS = 2**12
 class LocalEmbeddingBags:
     """Local tables that are looked up and updated together.
 
-    Tables are in the order of their columns in the embeddings of `num_samples` (G); every lookup is of a feature of `blocks`.
-    `touched` collects the rows of updates, if anybody asks for them.
+    Tables are in the order of their columns in the embeddings of `num_samples` (G), unless lookups have a `column`; every lookup
+    is of a feature of `blocks`. `touched` collects the rows of updates, if anybody asks for them.
     """
 
     touched: TouchedRows | None = None
@@ -264,11 +264,11 @@ class LocalEmbeddingBags:
 
     @cached_property
     def _adjacent(self) -> list[AdjacentTables]:
-        first_ids = [
-            next(placed.ids for placed in self._lookups if placed.table == position)
+        firsts = [
+            next(placed for placed in self._lookups if placed.table == position)
             for position in range(len(self.tables))
         ]
-        return adjacent_tables(self.tables, first_ids)
+        return adjacent_tables(self.tables, firsts)
 
     def _lookups_of(self, adjacent: AdjacentTables) -> list[PlacedLookup]:
         return [placed for placed in self._lookups if adjacent.first <= placed.table < adjacent.end]

@@ -91,13 +91,15 @@ class PlacedLookup:
 def place_lookups(
     tables: Sequence[LocalTable], blocks: Mapping[str, IdBlock]
 ) -> list[PlacedLookup]:
-    """Return the lookups of all tables with their positions: keys and columns lie table after table."""
+    """Return the lookups of all tables with their positions: keys lie table after table, and so do columns unless given."""
     placed, first_key, first_column = [], 0, 0
     for position, table in enumerate(tables):
         width = table.weight.shape[1]
         for lookup in table.lookups:
             block = blocks[lookup.feature]
             assert lookup.is_ragged == block.is_ragged, (lookup, block)
+            if lookup.column is not None:
+                first_column = lookup.column
             placed.append(PlacedLookup(position, lookup, block, first_key, first_column, width))
             first_key += block.count
             first_column += lookup.num_vectors * width

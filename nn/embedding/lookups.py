@@ -12,12 +12,14 @@ class Lookup:
     """A lookup in a table by the ids of one feature.
 
     `hotness` is ids per sample, 0 if the feature is ragged. Pooling by `sum` and `mean` gives one vector per sample, `none` one
-    per id, `rows` none at all.
+    per id, `rows` none at all. `column` is the first one of the vectors in a matrix of all tables'; None: they follow those of
+    the lookup before.
     """
 
     feature: str
     hotness: int
     pooling: Pooling = Pooling.sum
+    column: int | None = None
 
     @property
     def num_vectors(self) -> int:

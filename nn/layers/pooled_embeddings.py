@@ -1,7 +1,8 @@
 """Pooled embeddings of a batch in the memory layout that the all-to-all produces.
 
 Every rank sends the columns of its local tables, so the output of the all-to-all is one block per rank. The embeddings of
-a sample are spread over all blocks. The interaction kernel reads the blocks directly; `matrix` copies them into a matrix.
+a sample are spread over all blocks. The interaction kernel reads the blocks directly; `matrix` copies them into a matrix. If
+the lookup left columns for a prefix, it has filled the rest of a matrix already.
 """
 
 from collections.abc import Callable
@@ -123,20 +124,21 @@ class _Join(torch.autograd.Function):
         out = like.new_empty(num_samples, first + layout.width)
         if prefix is not None:
             out[:, :first] = prefix
-        _copy_segments(values, out[:, first:], layout, to_matrix=True)
+        copy_columns(values, out[:, first:], layout, to_matrix=True)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
         grad_values = grad.new_empty(ctx.shape, dtype=ctx.dtype)
-        _copy_segments(grad_values, grad[:, ctx.first :], ctx.layout, to_matrix=False)
+        copy_columns(grad_values, grad[:, ctx.first :], ctx.layout, to_matrix=False)
         return grad[:, : ctx.first] if ctx.has_prefix else None, grad_values, None
 
 
-def _copy_segments(
+def copy_columns(
     values: Tensor, matrix: Tensor, layout: EmbeddingLayout, *, to_matrix: bool
 ) -> None:
-    if values.is_cuda:
+    """Copy the vectors that a layout has in `values` to their columns of a matrix [B, T], or back."""
+    if values.is_cuda and layout.copied:
         # Only CUDA builds of torch include Triton.
         from nn.ops.triton.pooled_embeddings import copy_segments
 

@@ -75,7 +75,7 @@ class Model(nn.Module):
     """
 
     Options: ClassVar[type[ModelConfig]]  # dataclass of the options, a subclass of `ModelConfig`
-    # columns that `forward` puts before the embeddings (`join_inputs`); the lookup leaves room for them, which saves a copy
+    # columns that `forward` puts before the embeddings (`join_inputs`); the lookup leaves room for them, which saves copies
     prefix_columns: int = 0
     # whether `forward` gives all embeddings to one layer that looks up rows itself where it can, and to nothing
     # else; in training on one GPU nothing is then looked up before

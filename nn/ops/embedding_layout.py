@@ -39,7 +39,7 @@ class CopiedColumns:
 
 
 class EmbeddingLayout:
-    """Layout of all vectors.
+    """Layout of all vectors, or of some for a copy.
 
     `prefix_columns`: unused columns before the embeddings of every sample; the model writes its own columns there. T is
     `width`. `memory_columns`: columns per sample of the memory.
@@ -60,22 +60,22 @@ class EmbeddingLayout:
         self._starts = list(accumulate(widths, initial=0))
         self.width = self._starts[-1]
         self.memory_columns = prefix_columns + self.width + other_columns
-        covered = [segment.columns for segment in self.segments]
-        assert sum(covered) == self.width, (covered, self.width)
 
     @staticmethod
     @cache
-    def dense(widths: tuple[int, ...], device: torch.device) -> "EmbeddingLayout":
-        """Return the layout of a matrix [B, T].
+    def dense(
+        widths: tuple[int, ...], device: torch.device, prefix_columns: int = 0
+    ) -> "EmbeddingLayout":
+        """Return the layout of a matrix [B, prefix_columns + T].
 
         The result is cached, so that `table` exists before a CUDA graph is captured.
         """
-        starts = list(accumulate(widths, initial=0))
+        starts = list(accumulate(widths, initial=prefix_columns))
         segments = [
             LayoutSegment(vector, 0, width, starts[vector], starts[-1])
             for vector, width in enumerate(widths)
         ]
-        return EmbeddingLayout(segments, widths, device)
+        return EmbeddingLayout(segments, widths, device, prefix_columns)
 
     @property
     def num_vectors(self) -> int:

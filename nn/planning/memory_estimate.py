@@ -129,6 +129,12 @@ class _Step:
         self.requests = requests_of(config, self.spec, plan, world_size)
         self.eval_requests = requests_of(config, self.spec, plan, world_size, self.eval_rank_rows)
         self.by_vectors = not_requested(plan, self.requests)
+        # A model with a prefix takes a matrix, to which what arrives from ranks is copied.
+        self.has_matrix = self.group_size > 1 and self.model.prefix_columns > 0
+        arriving = [table for table in self.by_vectors if not table.is_replicated]
+        columns = round(sum(table.num_vectors * table.embedding_dim for table in arriving))
+        # Of a sample's vectors, with what arrives beside the matrix.
+        self.looked_up_bytes = self.vector_bytes + self.has_matrix * columns * self.sent_bytes
 
     def keys(self, table: TablePlan) -> float:
         """Return a table's ids per sample, of all its features."""
@@ -194,7 +200,7 @@ def _mapping_bytes(step: _Step, lookups: _RankLookups) -> int:
 
 def _lookup_bytes(step: _Step, lookups: _RankLookups) -> int:
     """Return the memory of a rank's own vectors, of those that are sent with the gradients that return, and of rows."""
-    total = step.rank_rows * step.vector_bytes
+    total = step.rank_rows * step.looked_up_bytes
     if step.group_size > 1:
         row_wise = [table for table in step.by_vectors if table.is_row_wise]
         # Of these, each rank computes a part.
@@ -276,7 +282,7 @@ def _evaluation_bytes(step: _Step, rank: int, dense_pass: int) -> int:
     if rows == step.rank_rows:
         return total
     lookups = _rank_lookups(step, rank, step.config.eval.batch_size, rows)
-    total += rows * step.vector_bytes + lookups.arrived_ids * EVALUATED_ID_BYTES
+    total += rows * step.looked_up_bytes + lookups.arrived_ids * EVALUATED_ID_BYTES
     if step.group_size > 1:
         total += lookups.elements // step.num_groups * step.sent_bytes
     for asked in step.eval_requests:
@@ -291,7 +297,7 @@ def _dense_pass_bytes(step: _Step) -> int:
     of_part = _part_bytes(step, rows)
     if step.part_rows == step.rank_rows:
         return of_part
-    if step.group_size > 1:
+    if step.group_size > 1 and not step.has_matrix:
         # A part's vectors are copied out of the batch's.
         of_part += step.part_rows * step.vector_bytes
     # The gradients of all vectors are kept until the last part, and are checked together under fp16.
@@ -317,6 +323,8 @@ def _part_bytes(step: _Step, rows: "_RowBytes") -> int:
         saved -= activations.reread_columns
         first, *others = layers
         gradients = max(sum(first), *(2 * max(layer) for layer in others))
+    elif step.has_matrix and step.sent_bytes == step.activation_bytes:
+        saved -= min(activations.reread_columns, step.vector_bytes // step.sent_bytes)
     # A candidate's part of the gradients of rows is first, beside all activations.
     of_samples = max((saved + gradients) * column_bytes - rows.late, 0)
     top = of_samples + rows.kept + rows.gradients

@@ -32,7 +32,7 @@ class PooledRows:
         self.sums = RowSums(bags_of, rows.shape, rows.device)
 
     def look_up(self, ids: RequestedIds, out: Tensor) -> None:
-        """Pool the rows of each sample; `out` [B, columns of all lookups] is overwritten."""
+        """Pool the rows of each sample; their columns of `out`, [B, columns], are overwritten."""
         self._bags.look_up(ids.local, out)
 
     def sort(self, ids: RequestedIds) -> SortedIds:

@@ -107,8 +107,8 @@ class ShardedLookup:
     """The tables, for batches of one size.
 
     `replicated_gradients` [rows, D] are zero at the start of a step. `prefix_columns` are those that the dense component puts
-    before each sample's embeddings, free if all vectors are looked up here. `look_up` fills `memory` and
-    `handed_out`: of each table whose rows the dense component takes, those of the batch (`DistinctRows`).
+    before each sample's embeddings; they are left free. `look_up` fills `memory` and `handed_out`: of each table whose rows the
+    dense component takes, those of the batch (`DistinctRows`).
     """
 
     def __init__(
@@ -120,11 +120,12 @@ class ShardedLookup:
         replicated_gradients: Sequence[Tensor],
         prefix_columns: int,
     ) -> None:
+        self.memory = VectorMemory(tables, batch_size, prefix_columns)
+        tables = self.memory.placed(tables)
         placement, ranks, rank_group = tables.placement, tables.ranks, tables.rank_group
         self._ranks, self._rank_group, self._tier = ranks, rank_group, tables.tier
         self._channels, self._sequences = tables.channels, tables.sequences
-        self._capacity = capacity
-        self._part_room = None
+        self._capacity, self._part_room = capacity, None
         if capacity.parts is not None:
             self._part_room = PartRoom(tables, batch_size, capacity.parts, capacity.doublings)
         counts = tables.counts(batch_size, capacity.doublings)
@@ -173,7 +174,6 @@ class ShardedLookup:
         self._replica_sums = tables.adding_bags(
             gradient_tables, self._prepare_replicated.blocks, batch_size
         )
-        self.memory = VectorMemory(tables, batch_size, prefix_columns)
         self._sent = self.memory.of_group(tables)
         self._owned_sizes_by_rank = [batch_size * self._sent.shape[1]] * rank_group.size
         self._sends_vectors = rank_group.size > 1 and any(self.memory.block_sizes)
@@ -239,12 +239,13 @@ class ShardedLookup:
         self._replica_bags.look_up(ids.replicated, memory.replicated(memory.values))
         if self._sends_vectors:
             self._channels.embeddings(
-                memory.blocks(memory.values),
+                memory.blocks(memory.arrived),
                 self._sent.view(-1),
                 memory.block_sizes,
                 self._owned_sizes_by_rank,
             )
             memory.add_partial()
+        memory.join()
         for number, (requested, slots) in enumerate(self._requested_with_slots(ids)):
             requested.exchange.fetch(ids.requested[number], slots)
             if requested.pooled is not None:
@@ -350,14 +351,15 @@ class ShardedLookup:
 
     def _send_vectors_back(self, gradients: Tensor) -> Tensor:
         """Send the gradients of the vectors that were sent to the ranks of this group, [samples of the group, T]."""
+        arrived = self.memory.take_apart(gradients)
         if self._rank_group.size == 1:
-            return self.memory.owned(gradients)
+            return self.memory.owned(arrived)
         if not self._sends_vectors:
             return self._sent
-        self.memory.spread_partial(gradients)
+        self.memory.spread_partial(arrived)
         self._channels.embeddings(
             self._returned.view(-1),
-            self.memory.blocks(gradients),
+            self.memory.blocks(arrived),
             self._owned_sizes_by_rank,
             self.memory.block_sizes,
         )

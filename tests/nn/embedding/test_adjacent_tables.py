@@ -9,7 +9,7 @@ from configs.schema import OptimizerConfig, OptimizerName
 from nn.embedding.adjacent_tables import AdjacentTables, adjacent_tables
 from nn.embedding.embedding_bags import RADIX_SORT_IDS, LocalEmbeddingBags
 from nn.embedding.id_blocks import IdBlock
-from nn.embedding.local_tables import LocalTable, UpdateScalars
+from nn.embedding.local_tables import LocalTable, UpdateScalars, place_lookups
 from nn.embedding.lookups import Lookup
 from tests.nn.embedding.fixed_blocks import fixed_blocks
 
@@ -57,7 +57,7 @@ def group_of(
 def joined_of(tables: list[LocalTable]) -> list[AdjacentTables]:
     """Join tables whose ids lie one after the other, of one sample."""
     hotness = {table.lookups[0].feature: table.lookups[0].hotness for table in tables}
-    return adjacent_tables(tables, list(fixed_blocks(hotness, 1).values()))
+    return adjacent_tables(tables, place_lookups(tables, fixed_blocks(hotness, 1)))
 
 
 def trained(tables: list[LocalTable], num_samples: int) -> list[torch.Tensor]:
@@ -94,8 +94,12 @@ def test_adjacent_tables_of_one_hotness_are_joined():
     assert len(joined_of([tables[1], own_state])) == 2
     assert len(joined_of(adjacent(torch.bfloat16))) == len(tables)
     assert joined_of([]) == []
-    apart = adjacent_tables(tables[1:3], [IdBlock(0, 1, 1), IdBlock(2, 1, 1)])
+    blocks = {"c1": IdBlock(0, 1, 1), "c2": IdBlock(2, 1, 1)}
+    apart = adjacent_tables(tables[1:3], place_lookups(tables[1:3], blocks))
     assert len(apart) == 2, "ids of another feature lie between theirs"
+    for column, count in ((DIM, 1), (DIM + 1, 2)):
+        second = replace(tables[2], lookups=(Lookup("c2", 1, column=column),))
+        assert len(joined_of([tables[1], second])) == count, column
 
 
 @pytest.mark.parametrize("num_samples", [50, 2000], ids=["few ids", "many ids"])

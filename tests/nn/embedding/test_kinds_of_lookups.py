@@ -3,6 +3,7 @@
 Ragged features, and tables of which only some rows are here, too.
 """
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -55,9 +56,14 @@ ROWS_HERE = {"ragged": {3: (10, 20)}, "shared_table": {0: (5, 30)}, "one_lookup_
 RULES = [OptimizerName.sgd, OptimizerName.rowwise_adagrad, OptimizerName.adam]
 
 
+# Columns before the vectors, which is what a prefix leaves.
+PREFIX = 3
+
+
 def make_group(
-    case: str, rule: OptimizerName, num_samples: int, device: str
+    case: str, rule: OptimizerName, num_samples: int, device: str, *, backwards: bool = False
 ) -> tuple[LocalEmbeddingBags, UpdateScalars]:
+    """Return tables whose vectors lie behind a prefix; `backwards`: in a matrix, those of the last lookup first."""
     config = OptimizerConfig(name=rule, lr=0.1, eps=1e-3)
     generator = torch.Generator().manual_seed(1)
     tables = []
@@ -77,7 +83,7 @@ def make_group(
     scalars = UpdateScalars(config, 0.5, torch.device(device))
     scalars.set(3, 0.1)
     group = LocalEmbeddingBags(
-        tables,
+        placed_backwards(tables) if backwards else tables,
         id_blocks(counts, NUM_SOURCES, rows),
         num_samples,
         config,
@@ -86,6 +92,17 @@ def make_group(
         torch.device(device),
     )
     return group, scalars
+
+
+def placed_backwards(tables: list[LocalTable]) -> list[LocalTable]:
+    end, placed = 0, []
+    for table in reversed(tables):
+        lookups = []
+        for lookup in reversed(table.lookups):
+            lookups.append(replace(lookup, column=end))
+            end += lookup.num_vectors * table.weight.shape[1]
+        placed.append(replace(table, lookups=tuple(reversed(lookups))))
+    return placed[::-1]
 
 
 def draw_ids(group: LocalEmbeddingBags) -> dict[str, Tensor]:
@@ -150,26 +167,39 @@ def arrived(name: str, ids: Tensor) -> Tensor:
 
 def measured(group: LocalEmbeddingBags, ids: dict[str, Tensor], device: str) -> list[Tensor]:
     flat = torch.cat([arrived(name, values) for name, values in ids.items()]).int().to(device)
-    # As the first columns of a wider matrix, which is what a prefix leaves.
-    wide = torch.full((group.num_samples, group.num_columns + 3), 7.0, device=device)
-    out = wide[:, 3:]
-    group.look_up(flat, out)
-    assert (wide[:, :3] == 7).all()
+    wide = torch.full((group.num_samples, PREFIX + group.num_columns), 7.0, device=device)
+    group.look_up(flat, wide[:, PREFIX:])
+    assert (wide[:, :PREFIX] == 7).all()
+    columns = [
+        torch.arange(placed.lookup.num_vectors * placed.width) + PREFIX + placed.first_column
+        for placed in group._lookups
+    ]
+    of_lookups = torch.cat(columns).to(device)
+    gradients = torch.full_like(wide, 7.0)
+    gradients[:, of_lookups] = gradients_of(group).to(device)
     is_good = torch.ones(1, dtype=torch.int32, device=device)
     group.touched = TouchedRows(group.tables, torch.device(device))
-    group.update(group.sort(flat), gradients_of(group).to(device), is_good)
+    group.update(group.sort(flat), gradients[:, PREFIX:], is_good)
     state = [
         tensor
         for position, table in enumerate(group.tables)
         for tensor in (table.weight, *table.state.values(), group.touched.of_table(position))
     ]
-    return [tensor.cpu().clone() for tensor in (out, *state)]
+    return [tensor.cpu().clone() for tensor in (wide[:, of_lookups], *state)]
 
 
-def compare(case: str, rule: OptimizerName, num_samples: int, device: str, *, fused: bool) -> None:
+def compare(
+    case: str,
+    rule: OptimizerName,
+    num_samples: int,
+    device: str,
+    *,
+    fused: bool,
+    backwards: bool = False,
+) -> None:
     reference, _ = make_group(case, rule, num_samples, "cpu")
     ids = draw_ids(reference)
-    group, _ = make_group(case, rule, num_samples, device)
+    group, _ = make_group(case, rule, num_samples, device, backwards=backwards)
     if fused and group._kernels is None:
         from nn.embedding.triton_launcher import TritonLauncher
 
@@ -186,17 +216,19 @@ def compare(case: str, rule: OptimizerName, num_samples: int, device: str, *, fu
         torch.testing.assert_close(actual, wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize(("case", "rule"), list(product(CASES, RULES)))
-def test_plain_lookups_and_updates_equal_autograd(case, rule):
-    compare(case, rule, 34, "cpu", fused=False)
+def test_plain_lookups_and_updates_equal_autograd(case, rule, backwards):
+    compare(case, rule, 34, "cpu", fused=False, backwards=backwards)
 
 
 @needs_no_gpu
+@pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_interpreted_kernels_equal_autograd(case):
+def test_interpreted_kernels_equal_autograd(case, backwards):
     pytest.importorskip("triton")
     # Unpooled and ragged features have several blocks of 32 ids.
-    compare(case, OptimizerName.rowwise_adagrad, 10, "cpu", fused=True)
+    compare(case, OptimizerName.rowwise_adagrad, 10, "cpu", fused=True, backwards=backwards)
 
 
 @pytest.mark.gpu

@@ -24,6 +24,7 @@ from tests.helpers.command import run_command
 from tests.helpers.composed import compose_config, losses_of_cases
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import stored_bytes, summary
+from tests.nn.training.test_accumulate import on_ranks, scores
 
 HERE = "tests.nn.models.test_third_model"
 
@@ -226,9 +227,31 @@ def test_two_ranks_train_as_one(losses):
             np.testing.assert_allclose(found, losses[:8], rtol=2e-5, err_msg=layout)
 
 
-def test_prefix_columns_do_not_change_the_result(losses):
-    without = [f"model.name={HERE}:WithoutPrefix", *CASE[1:]]
-    assert losses_of_cases([without], 6)[0] == losses[:6]
+# Vectors that owners send: whole, cut in two, and of rows on both ranks, which are added. Then rows and replicas.
+SENT = "factors_cat_0:table_wise,factors_cat_1:column_wise,factors_cat_4:row_wise"
+ROWS = (
+    "factors_cat_0:{type:data_parallel,exchange:rows},factors_cat_1:{type:table_wise,exchange:rows}"
+)
+LAYOUTS = [
+    ["sharding.types=[table_wise]"],
+    [f"sharding.tables={{{SENT},factors_cat_2:data_parallel,factors_cat_3:row_wise}}"],
+    [f"sharding.tables={{{ROWS},factors_cat_2:data_parallel,factors_cat_4:data_parallel}}"],
+    ["sharding.types=[data_parallel]"],
+]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("chunks", [[], ["train.accumulate=3"]], ids=str)
+def test_prefix_columns_do_not_change_the_result(num_ranks, chunks):
+    """With them, lookups and copies fill one matrix; without, a copy joins all at the end."""
+    further = [*CASE[1:], "data.synthetic.train_rows=241", *chunks]
+
+    def results(name: str) -> list:
+        model = f"model.name={HERE}:{name}"
+        cases = [[model, *further, *layout] for layout in LAYOUTS]
+        return [run_distributed(function, num_ranks, cases) for function in (on_ranks, scores)]
+
+    torch.testing.assert_close(results("DeepFM"), results("WithoutPrefix"), rtol=0, atol=0)
 
 
 def test_tables_and_memory_are_planned():

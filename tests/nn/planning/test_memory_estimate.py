@@ -35,7 +35,7 @@ from nn.sharding.sharded_lookup import ShardedLookup, _ById
 from nn.training.dense_optimizer import dense_rule
 from nn.training.train_step import TrainStep
 from tests.helpers.command import run_command
-from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
+from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu, tiny
 from tests.nn.models.test_hstu_memory import NoKernel, Peak
 from tests.nn.models.test_kinds_of_tables import Kinds
 
@@ -292,6 +292,27 @@ def test_each_term_is_what_its_shapes_say():
     # twice as many rows, local and sent; its widest layer takes less than the dense pass
     assert first.evaluation == 2 * (local + 4 * elements + 3 * 8 * ids)
     assert first.total == sum(asdict(first).values())
+
+
+def test_what_arrives_lies_beside_the_matrix_of_a_model_with_a_prefix():
+    tables = [
+        TablePlan("cat_0", 500, 8, 1.0, "column_wise", "fused", (0, 1), (200, 200)),
+        TablePlan("cat_4", 300, 8, 3.0, "row_wise", "fused", (0, 1), (50, 50)),
+        TablePlan("cat_2", 7, 8, 1.0, "data_parallel", "dense", (0, 1), (9, 9)),
+    ]
+    further = ["data.synthetic.hotness=[1,1,1,1,3]", "train.amp=off", "eval.batch_size=64"]
+
+    def planned(*overrides: str) -> RankMemory:
+        config = compose_config(*tiny("dcnv2"), *further, *overrides)
+        return plan_memory(config, open_source(config).spec, tables, 2, 1)[0]
+
+    whole, chunked = planned(), planned("train.accumulate=2")
+    # 5 vectors of 8 columns; two of them arrive, and of the second the parts of both ranks. The owners' part, sent and returned
+    of_rows = 32 * (5 + 2) * 8 * 4 + 2 * 4 * 32 * 2 * 8
+    assert whole.lookups == of_rows + 2 * 4 * 64 * (4 + 8)
+    assert chunked.lookups == whole.lookups
+    # Chunks are rows of the matrix, without copies: beside activations there are the gradients of all vectors.
+    assert chunked.dense_pass == whole.dense_pass // 2 + 32 * 5 * 8 * 4
 
 
 def test_a_group_looks_up_for_its_own_ranks_and_updates_with_all():
