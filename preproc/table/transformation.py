@@ -62,8 +62,11 @@ def changed_values(
 
 def stored_numericals(columns: Sequence[np.ndarray], dtype: str) -> np.ndarray:
     """Return numericals [rows, features] as they are stored, infinite where the type cannot hold them."""
+    stored = np.empty((len(columns[0]), len(columns)), dtype)
     with np.errstate(over="ignore"):
-        return np.stack([column.astype(dtype) for column in columns], axis=1)
+        for number, column in enumerate(columns):
+            stored[:, number] = column
+    return stored
 
 
 def stored_ids(

@@ -56,8 +56,6 @@ def build_table(config: PreprocConfig, table: TableConfig, progress: Progress) -
     for _, paths in sources.values():
         refuse_copies(paths)
     every = [file for _, paths in sources.values() for file in paths]
-    if config.plot and not is_small(config):
-        load_library()
     fitted = None
     if config.mode in (Mode.transform, Mode.extend):
         with progress.phase(f"compare the fit in {config.fitted} with its records"):
@@ -164,6 +162,9 @@ def _build(journal: Journal) -> int:
     """Write everything, phase after phase; return the number of rows."""
     config, table, fitted = journal.config, journal.table, journal.fitted
     with journal.progress.phase(f"stage with {config.engine.name}") as phase:
+        if config.plot and not is_small(config):
+            # Not before, where the interpreter's lock is never idle.
+            load_library()
         staged = stage_rows(journal)
         rows = order_rows(journal, staged)
         phase.name += f": {rows.num_rows:,} rows"
