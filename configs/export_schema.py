@@ -1,9 +1,10 @@
 """Every option of `python -m nn.export` and `python -m nn.replay`, in the style of `configs/schema.py`."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.options import Section, option, refuse, require
+from configs.options import Section, option
 from configs.schema import Component
 
 ExportFormat = StrEnum("ExportFormat", "npy safetensors tf2")
@@ -36,22 +37,19 @@ class ExportConfig(Section):
         path=True,
     )
 
-    def check_relations(self) -> None:
-        require(bool(self.parts), "parts=[] writes nothing; name tables, dense or both")
+    def check_relations(self) -> Iterator[str]:
+        if not self.parts:
+            yield "parts=[] writes nothing; name tables, dense or both"
         is_tf2 = self.format is ExportFormat.tf2
-        refuse(
-            is_tf2 and self.parts != [Component.tables],
-            "format=tf2 writes tables only, since the dense component of that recipe is a TensorFlow checkpoint; leave "
-            "parts out",
-        )
-        refuse(
-            (self.tables or self.fitted) and Component.tables not in self.parts,
-            "tables and fitted are of tables, and parts leaves them out; name tables in parts",
-        )
-        refuse(
-            is_tf2 and self.tables,
-            "format=tf2 names tables by the position of their feature, so it needs all of them: leave tables out",
-        )
+        if is_tf2 and self.parts != [Component.tables]:
+            yield (
+                "format=tf2 writes tables only, since the dense component of that recipe is a TensorFlow checkpoint; leave "
+                "parts out"
+            )
+        if (self.tables or self.fitted) and Component.tables not in self.parts:
+            yield "tables and fitted are of tables, and parts leaves them out; name tables in parts"
+        if is_tf2 and self.tables:
+            yield "format=tf2 names tables by the position of their feature, so it needs all of them: leave tables out"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -74,8 +74,8 @@ def option(
 class Section:
     """Base of a class of options, which checks the bounds that they state; `section` is the prefix of their names.
 
-    A class that relates options to each other does so in a `check_relations` of its own; those of its bases are called before
-    it. Bounds of an option hold in classes that declare it again, too.
+    A class that relates options to each other does so in a `check_relations` of its own, which yields what is wrong, or raises
+    ValueError; those of its bases are called before it. Bounds of an option hold in classes that declare it again, too.
     """
 
     __slots__ = ()
@@ -85,7 +85,8 @@ class Section:
         check_section(self, self.section)
         for kind in reversed(type(self).__mro__):
             if "check_relations" in vars(kind):
-                vars(kind)["check_relations"](self)
+                for mistake in vars(kind)["check_relations"](self) or ():
+                    raise ValueError(mistake)
 
 
 def check_section(options: Any, section: str) -> None:

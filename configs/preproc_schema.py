@@ -1,6 +1,7 @@
 """Every option of `python -m preproc`, in the style of `configs/schema.py`."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from configs.messages import shown
-from configs.options import Section, option, refuse, require
+from configs.options import Section, option
 from configs.schema import SyntheticConfig
 from configs.table_schema import TableConfig
 
@@ -196,75 +197,68 @@ class PreprocConfig(Section):
     yambda: YambdaConfig = field(default_factory=YambdaConfig)
     data: StreamConfig = MISSING
 
-    def check_relations(self) -> None:
+    def check_relations(self) -> Iterator[str]:
         if self.mode is Mode.verify:
-            require(self.path is not None, "no path: set path=DIR, the dataset directory to verify")
+            if self.path is None:
+                yield "no path: set path=DIR, the dataset directory to verify"
             return
         if self.mode is Mode.describe:
-            require(self.source is not None, "no source: set source=FILE, the table to describe")
-            self._check_files("source")
+            if self.source is None:
+                yield "no source: set source=FILE, the table to describe"
+            yield from self._check_files("source")
             return
-        refuse(
-            self.mode is Mode.convert and self.path is None,
-            "no path: set path=DIR, the directory to convert",
-        )
-        require(
-            self.output is not None, "no output: set output=DIR, the dataset directory to write"
-        )
-        require(
-            (self.mode in (Mode.transform, Mode.extend)) == (self.fitted is not None),
-            "mode=transform or mode=extend and fitted=DIR go together: DIR is the dataset whose fit is applied, or extended",
-        )
-        refuse(
-            self.rare_counts and self.mode is not Mode.fit,
-            f"rare_counts=true is of mode=fit, and mode={self.mode.value} has no use of it; leave it out",
-        )
-        refuse(
-            self.mode is Mode.extend and self.layout not in (Layout.criteo, Layout.table),
-            f"mode=extend is for raw logs with vocabularies, not for layout={self.layout.value}; choose "
-            "dataset=criteo_kaggle, criteo_1tb or any",
-        )
+        if self.mode is Mode.convert and self.path is None:
+            yield "no path: set path=DIR, the directory to convert"
+        if self.output is None:
+            yield "no output: set output=DIR, the dataset directory to write"
+        if (self.mode in (Mode.transform, Mode.extend)) != (self.fitted is not None):
+            yield "mode=transform or mode=extend and fitted=DIR go together: DIR is the dataset whose fit is applied, or extended"
+        if self.rare_counts and self.mode is not Mode.fit:
+            yield f"rare_counts=true is of mode=fit, and mode={self.mode.value} has no use of it; leave it out"
+        if self.mode is Mode.extend and self.layout not in (Layout.criteo, Layout.table):
+            yield (
+                f"mode=extend is for raw logs with vocabularies, not for layout={self.layout.value}; choose "
+                "dataset=criteo_kaggle, criteo_1tb or any"
+            )
         if isinstance(self.source, str) and self.source.startswith("kafka:"):
-            self._check_topic()
+            yield from self._check_topic()
         if self.mode is Mode.convert:
             return
         if self.layout is Layout.synthetic:
-            self._check_synthetic()
+            yield from self._check_synthetic()
         elif self.layout is Layout.criteo:
-            self._check_criteo()
+            yield from self._check_criteo()
         elif self.layout is Layout.mlperf:
-            self._check_criteo()
-            self._check_mlperf()
+            yield from self._check_criteo()
+            yield from self._check_mlperf()
         elif self.layout is Layout.yambda:
-            self._check_yambda()
+            yield from self._check_yambda()
         else:
             TableConfig.of(self.table)
-            self._check_files("test_source")
+            yield from self._check_files("test_source")
 
-    def _check_topic(self) -> None:
+    def _check_topic(self) -> Iterator[str]:
         is_table = self.layout is Layout.table
         sources = TableConfig.of(self.table).sources.values() if is_table else ()
         formats = [source.format for source in sources if source.files == self.source]
-        require(
-            topic_of(self.source) is not None
-            and formats == ["jsonl"]
-            and self.one_split == "train",
-            f"source={self.source}: want kafka://HOST:PORT/TOPIC, with mode=transform, split_name=train and a table with one "
-            "source of files: ${source} and format: jsonl",
-        )
+        if not (
+            topic_of(self.source) is not None and formats == ["jsonl"] and self.one_split == "train"
+        ):
+            yield (
+                f"source={self.source}: want kafka://HOST:PORT/TOPIC, with mode=transform, split_name=train and a table with one "
+                "source of files: ${source} and format: jsonl"
+            )
 
-    def _check_synthetic(self) -> None:
+    def _check_synthetic(self) -> Iterator[str]:
         for name in ("source", "test_source", "split"):
             value = getattr(self, name)
-            require(
-                value is None,
-                f"dataset=synthetic reads no files, got {name}={getattr(value, 'name', value)}; "
-                "drop it or choose dataset=criteo_kaggle or dataset=criteo_1tb",
-            )
-        require(
-            bool(self.data.synthetic.cardinalities),
-            "dataset=synthetic needs data.synthetic.cardinalities, one entry per table",
-        )
+            if value is not None:
+                yield (
+                    f"dataset=synthetic reads no files, got {name}={getattr(value, 'name', value)}; "
+                    "drop it or choose dataset=criteo_kaggle or dataset=criteo_1tb"
+                )
+        if not self.data.synthetic.cardinalities:
+            yield "dataset=synthetic needs data.synthetic.cardinalities, one entry per table"
 
     @property
     def one_split(self) -> str | None:
@@ -272,11 +266,9 @@ class PreprocConfig(Section):
         is_one = self.mode is Mode.transform and self.test_source is None
         return self.split_name.name if is_one and self.split_name else None
 
-    def _check_mlperf(self) -> None:
-        require(
-            len(self.table_rows or []) == 26,
-            f"dataset=criteo_mlperf needs table_rows, a positive number per category (26), got {self.table_rows}",
-        )
+    def _check_mlperf(self) -> Iterator[str]:
+        if len(self.table_rows or []) != 26:
+            yield f"dataset=criteo_mlperf needs table_rows, a positive number per category (26), got {self.table_rows}"
         # MLPerf's procedure leaves no choice.
         fixed = {
             "mode": (self.mode, Mode.fit),
@@ -288,43 +280,36 @@ class PreprocConfig(Section):
             "split": (self.split or Split.last_file, Split.last_file),
         }
         for name, (got, wanted) in fixed.items():
-            require(
-                got == wanted,
-                f"dataset=criteo_mlperf follows MLPerf's procedure, which knows no {name}={getattr(got, 'name', got)}; "
-                "leave it out, or choose dataset=criteo_1tb",
+            if got != wanted:
+                yield (
+                    f"dataset=criteo_mlperf follows MLPerf's procedure, which knows no {name}={getattr(got, 'name', got)}; "
+                    "leave it out, or choose dataset=criteo_1tb"
+                )
+
+    def _check_yambda(self) -> Iterator[str]:
+        if self.mode is not Mode.fit:
+            yield f"dataset=yambda has no mode={self.mode.value}; leave it out"
+        if self.source is not None and not isinstance(self.source, str):
+            yield f"dataset=yambda wants one directory, got source={self.source}"
+        if len(self.table_rows or []) != 11:
+            yield f"dataset=yambda needs table_rows, 11 positive numbers, got {self.table_rows}"
+
+    def _check_criteo(self) -> Iterator[str]:
+        if self.table is not None:
+            yield (
+                f"table={shown(self.table)} describes files of your own, and Criteo's logs have their own columns (nothing else "
+                "to keep); add dataset=any for your files, or drop it"
             )
-
-    def _check_yambda(self) -> None:
-        require(
-            self.mode is Mode.fit, f"dataset=yambda has no mode={self.mode.value}; leave it out"
-        )
-        require(
-            self.source is None or isinstance(self.source, str),
-            f"dataset=yambda wants one directory, got source={self.source}",
-        )
-        require(
-            len(self.table_rows or []) == 11,
-            f"dataset=yambda needs table_rows, 11 positive numbers, got {self.table_rows}",
-        )
-
-    def _check_criteo(self) -> None:
-        require(
-            self.table is None,
-            f"table={shown(self.table)} describes files of your own, and Criteo's logs have their own columns (nothing else "
-            "to keep); add dataset=any for your files, or drop it",
-        )
-        require(
-            self.source is not None,
-            "no source: set source=FILE, a glob or '[FILE,FILE]', the raw logs to read",
-        )
+        if self.source is None:
+            yield "no source: set source=FILE, a glob or '[FILE,FILE]', the raw logs to read"
         for name in ("source", "test_source"):
-            self._check_files(name)
+            yield from self._check_files(name)
 
-    def _check_files(self, name: str) -> None:
+    def _check_files(self, name: str) -> Iterator[str]:
         value = getattr(self, name)
         patterns = value if isinstance(value, list) else [value]
-        require(
+        if not (
             value is None
-            or (bool(patterns) and all(isinstance(part, str) and part for part in patterns)),
-            f"{name} must be a file, a glob or a list of them, got {value}",
-        )
+            or (bool(patterns) and all(isinstance(part, str) and part for part in patterns))
+        ):
+            yield f"{name} must be a file, a glob or a list of them, got {value}"

@@ -5,6 +5,7 @@ text given to `option` beside each name. `main.command` turns the composed yaml 
 so every check here runs before a file is opened or a process group exists.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, StrEnum
 from functools import cache
@@ -107,39 +108,35 @@ class SyntheticConfig(Section):
     history_length: float = option(20.0, "mean events per row", gt=0)
     history_max_length: int = option(100, "most events per row", most=MOST_COLUMNS, gt=0)
 
-    def check_relations(self) -> None:
+    def check_relations(self) -> Iterator[str]:
         for name, given in (("hotness", self.hotness), ("names", self.names)):
-            require(
-                len(given) in (0, len(self.cardinalities)),
-                f"data.synthetic.{name} has {len(given)} entries for {len(self.cardinalities)} "
-                "data.synthetic.cardinalities; give one per table, or none",
-            )
+            if len(given) not in (0, len(self.cardinalities)):
+                yield (
+                    f"data.synthetic.{name} has {len(given)} entries for {len(self.cardinalities)} "
+                    "data.synthetic.cardinalities; give one per table, or none"
+                )
         taken = {"", "label", *(f"num_{number}" for number in range(self.num_numerical))}
         for name in self.names:
-            require(
-                name not in taken,
-                f"data.synthetic.names has '{name}', which is empty or the name of another column",
-            )
+            if name in taken:
+                yield f"data.synthetic.names has '{name}', which is empty or the name of another column"
             taken.add(name)
         for name in self.history:
-            require(
-                name in self.tables and self.history.count(name) == 1,
-                f"data.synthetic.history has '{name}'; want names of data.synthetic.names, each once",
-            )
+            if name not in self.tables or self.history.count(name) != 1:
+                yield f"data.synthetic.history has '{name}'; want names of data.synthetic.names, each once"
         if not self.history:
             return
         made = ["history", "hist_time", *(f"hist_{name}" for name in self.history)]
         for name in made:
-            require(
-                name not in self.tables and made.count(name) == 1,
-                f"data.synthetic.names: data.synthetic.history={self.history} makes a column '{name}'; "
-                "rename the one of that name",
+            if name in self.tables or made.count(name) != 1:
+                yield (
+                    f"data.synthetic.names: data.synthetic.history={self.history} makes a column '{name}'; "
+                    "rename the one of that name"
+                )
+        if self.history_length >= self.history_max_length:
+            yield (
+                f"data.synthetic.history_length={self.history_length:g} is not below "
+                f"data.synthetic.history_max_length={self.history_max_length}; lower it"
             )
-        require(
-            self.history_length < self.history_max_length,
-            f"data.synthetic.history_length={self.history_length:g} is not below "
-            f"data.synthetic.history_max_length={self.history_max_length}; lower it",
-        )
 
     @property
     def tables(self) -> dict[str, int]:
@@ -205,24 +202,19 @@ class NegativesConfig(Section):
         None, "feature with items that negatives of the row must not have; null: none"
     )
 
-    def check_relations(self) -> None:
+    def check_relations(self) -> Iterator[str]:
         for declared in fields(self)[1:]:
-            refuse(
-                getattr(self, declared.name) != declared.default and not self.features,
-                f"data.negatives.{declared.name} has no effect without data.negatives.features, the features of the item",
+            if getattr(self, declared.name) != declared.default and not self.features:
+                yield f"data.negatives.{declared.name} has no effect without data.negatives.features, the features of the item"
+        if self.rule is DrawRule.uniform and len(self.features) != 1:
+            yield f"data.negatives.rule=uniform draws ids of one feature, got features={self.features}; set rule=frequency"
+        if len({*self.features}) < len(self.features):
+            yield f"data.negatives.features={self.features} names a feature twice; name each once, the item first"
+        if self.history in self.features:
+            yield (
+                f"data.negatives.history={self.history} is one of data.negatives.features; name a feature with a list of other "
+                "items"
             )
-        refuse(
-            self.rule is DrawRule.uniform and len(self.features) != 1,
-            f"data.negatives.rule=uniform draws ids of one feature, got features={self.features}; set rule=frequency",
-        )
-        refuse(
-            len({*self.features}) < len(self.features),
-            f"data.negatives.features={self.features} names a feature twice; name each once, the item first",
-        )
-        refuse(
-            self.history in self.features,
-            f"data.negatives.history={self.history} is one of data.negatives.features; name a feature with a list of other items",
-        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -273,11 +265,9 @@ class DataConfig(Section):
     multi_hot: MultiHotConfig = MISSING
     synthetic: SyntheticConfig = MISSING
 
-    def check_relations(self) -> None:
-        refuse(
-            self.path is None and not self.synthetic.cardinalities,
-            "no data: set data.path to a dataset directory, or data.synthetic.cardinalities",
-        )
+    def check_relations(self) -> Iterator[str]:
+        if self.path is None and not self.synthetic.cardinalities:
+            yield "no data: set data.path to a dataset directory, or data.synthetic.cardinalities"
 
 
 SUGGESTED = "suggested"
@@ -337,37 +327,39 @@ class ModelConfig(Section):
         "last one, or their mean weighted by a learned attention",
     )
 
-    def check_relations(self) -> None:
+    def check_relations(self) -> Iterable[str] | None:
+        return self._mistakes()
+
+    def _mistakes(self) -> Iterator[str]:
         widths = self.embedding_dims = self.embedding_dims or {}
-        require(
+        if not (
             widths == SUGGESTED
             or (
                 isinstance(widths, dict)
                 and all(type(n) is int and 0 < n <= MOST_COLUMNS for n in widths.values())
-            ),
-            f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
-            f"{{genres: 16}}, or be {SUGGESTED}, got {widths}",
-        )
-        self.event_weights = self.event_weights or {}
-        require(
-            isinstance(self.event_weights, dict),
-            f"model.event_weights must map sequence groups to numbers, such as {{tags: tag_weight}}, got {self.event_weights}",
-        )
-        refuse(
-            self.event_weights and self.sequence_pooling not in ("sum", "mean"),
-            f"model.event_weights weighs sums and means, and model.sequence_pooling={self.sequence_pooling.value} is none; "
-            "leave one of them out",
-        )
-        files = self.pretrained = self.pretrained or {}
-        require(
-            isinstance(files, dict) and all(isinstance(path, str) for path in files.values()),
-            f"model.pretrained must map features to files, such as {{item: items.npy}}, got {files}",
-        )
-        for name in files:
-            require(
-                isinstance(widths, dict) and name in widths,
-                f"model.pretrained names {name} without a width; set model.embedding_dims={{{name}: columns of its file}}",
             )
+        ):
+            yield (
+                f"model.embedding_dims must map features to columns from 1 to {MOST_COLUMNS}, such as "
+                f"{{genres: 16}}, or be {SUGGESTED}, got {widths}"
+            )
+        self.event_weights = self.event_weights or {}
+        if not isinstance(self.event_weights, dict):
+            yield (
+                "model.event_weights must map sequence groups to numbers, such as {tags: tag_weight}, got "
+                f"{self.event_weights}"
+            )
+        if self.event_weights and self.sequence_pooling not in ("sum", "mean"):
+            yield (
+                f"model.event_weights weighs sums and means, and model.sequence_pooling={self.sequence_pooling.value} is none; "
+                "leave one of them out"
+            )
+        files = self.pretrained = self.pretrained or {}
+        if not isinstance(files, dict) or not all(isinstance(path, str) for path in files.values()):
+            yield f"model.pretrained must map features to files, such as {{item: items.npy}}, got {files}"
+        for name in files:
+            if not isinstance(widths, dict) or name not in widths:
+                yield f"model.pretrained names {name} without a width; set model.embedding_dims={{{name}: columns of its file}}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -425,72 +417,67 @@ class OptimizerConfig(Section):
     ftrl_l2: float = option(0.0, "ftrl's L2, on the weight itself and not on its change", ge=0)
     ftrl_beta: float = option(1.0, "ftrl's beta, added to the root of the sum of squares", gt=0)
 
-    def check_relations(self) -> None:
-        refuse(
-            self.name in table_optimizers() and self.name not in list(OptimizerName),
-            f"optimizer.name={self.name}: {self.name} trains tables only; set optimizer.embedding_name={self.name}, and "
-            "another optimizer.name",
-        )
+    def check_relations(self) -> Iterator[str]:
+        if self.name in table_optimizers() and self.name not in list(OptimizerName):
+            yield (
+                f"optimizer.name={self.name}: {self.name} trains tables only; set optimizer.embedding_name={self.name}, and "
+                "another optimizer.name"
+            )
         for key, known in (("name", [*OptimizerName]), ("embedding_name", table_optimizers())):
             name = getattr(self, key)
             if name is not None:
-                require(
-                    name in known or is_import_path(name),
-                    f"optimizer.{key}: Invalid value '{name}', expected one of [{', '.join(known)}], or package.module:NAME",
-                )
+                if name not in known and not is_import_path(name):
+                    yield f"optimizer.{key}: Invalid value '{name}', expected one of [{', '.join(known)}], or package.module:NAME"
                 setattr(self, key, str(name))
-        refuse(
-            self.table_name == OptimizerName.lamb,
-            "optimizer.name=lamb trains the dense component only; set optimizer.embedding_name to another one for the tables",
-        )
-        self._check_embedding_options()
-        self._check_dense_options()
+        if self.table_name == OptimizerName.lamb:
+            yield (
+                "optimizer.name=lamb trains the dense component only; set optimizer.embedding_name to another one for the "
+                "tables"
+            )
+        yield from self._check_embedding_options()
+        yield from self._check_dense_options()
         if self.table_name != "ftrl" and not is_import_path(self.table_name):
             for name, default in FTRL_DEFAULTS.items():
-                require(
-                    getattr(self, name) == default,
-                    f"optimizer.{name} is of ftrl, and tables with {self.table_name} would ignore it; set "
-                    "optimizer.embedding_name=ftrl, or leave it out",
-                )
+                if getattr(self, name) != default:
+                    yield (
+                        f"optimizer.{name} is of ftrl, and tables with {self.table_name} would ignore it; set "
+                        "optimizer.embedding_name=ftrl, or leave it out"
+                    )
 
-    def _check_embedding_options(self) -> None:
+    def _check_embedding_options(self) -> Iterator[str]:
         """Refuse values that are no numbers, or outside the bounds of the option that they replace."""
         kind: Any = type(self)
         known = bounds_of(kind)
         options = self.embedding_options or {}
-        require(
-            isinstance(options, dict),
-            f"optimizer.embedding_options must be a mapping such as {{beta2: 0.98}}, got {options}",
-        )
+        if not isinstance(options, dict):
+            yield f"optimizer.embedding_options must be a mapping such as {{beta2: 0.98}}, got {options}"
         for name, value in options.items():
             key = f"optimizer.embedding_options.{name}"
-            require(
-                isinstance(value, int | float) and not isinstance(value, bool),
-                f"{key} must be a number, got {value}",
-            )
-            refuse(name == "table_lr", f"{key} is optimizer.embedding_lr; set that")
-            refuse(name == "nesterov" and value not in (0, 1), f"{key} must be 0 or 1, got {value}")
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                yield f"{key} must be a number, got {value}"
+            if name == "table_lr":
+                yield f"{key} is optimizer.embedding_lr; set that"
+            if name == "nesterov" and value not in (0, 1):
+                yield f"{key} must be 0 or 1, got {value}"
             if name in known:
                 check_bounds(key, value, known[name][1], float)
 
-    def _check_dense_options(self) -> None:
+    def _check_dense_options(self) -> Iterator[str]:
         """Refuse options that the dense component's optimizer would ignore; one outside the project may read any."""
         is_built_in = not is_import_path(self.name)
-        refuse(
-            self.momentum > 0 and self.name != OptimizerName.sgd and is_built_in,
-            f"optimizer.momentum={self.momentum} is of sgd, and optimizer.name={self.name} would ignore it; set "
-            "optimizer.name=sgd (the tables' optimizer is optimizer.embedding_name), or optimizer.momentum=0",
-        )
-        refuse(
-            self.nesterov and self.momentum == 0,
-            "optimizer.nesterov=true without optimizer.momentum does nothing; set optimizer.momentum too, such as 0.9",
-        )
-        refuse(
-            self.weight_decay > 0 and self.name not in ("adam", "lion", "lamb") and is_built_in,
-            f"optimizer.weight_decay={self.weight_decay} is of adam (AdamW), lion and lamb, and optimizer.name={self.name} "
-            "would ignore it; set optimizer.name=adam (the tables' optimizer is optimizer.embedding_name), or "
-            "optimizer.weight_decay=0",
-        )
+        if self.momentum > 0 and self.name != OptimizerName.sgd and is_built_in:
+            yield (
+                f"optimizer.momentum={self.momentum} is of sgd, and optimizer.name={self.name} would ignore it; set "
+                "optimizer.name=sgd (the tables' optimizer is optimizer.embedding_name), or optimizer.momentum=0"
+            )
+        if self.nesterov and self.momentum == 0:
+            yield "optimizer.nesterov=true without optimizer.momentum does nothing; set optimizer.momentum too, such as 0.9"
+        if self.weight_decay > 0 and self.name not in ("adam", "lion", "lamb") and is_built_in:
+            yield (
+                f"optimizer.weight_decay={self.weight_decay} is of adam (AdamW), lion and lamb, and optimizer.name={self.name} "
+                "would ignore it; set optimizer.name=adam (the tables' optimizer is optimizer.embedding_name), or "
+                "optimizer.weight_decay=0"
+            )
 
     @property
     def table_name(self) -> str:
@@ -539,26 +526,20 @@ class SchedulerConfig(Section):
         2.0, "exponent of the polynomial decay", gt=0, only="decay=polynomial"
     )
 
-    def check_relations(self) -> None:
+    def check_relations(self) -> Iterator[str]:
         if self.decay_start_step is None:
-            refuse(
-                self.decay is DecayShape.cosine,
-                "scheduler.decay=cosine never begins: set scheduler.decay_start_step and scheduler.decay_steps too",
-            )
-            require(
-                self.decay_steps == 0,
-                f"scheduler.decay_steps={self.decay_steps} never begins: set scheduler.decay_start_step too",
-            )
+            if self.decay is DecayShape.cosine:
+                yield "scheduler.decay=cosine never begins: set scheduler.decay_start_step and scheduler.decay_steps too"
+            if self.decay_steps != 0:
+                yield f"scheduler.decay_steps={self.decay_steps} never begins: set scheduler.decay_start_step too"
             return
-        require(
-            self.decay_start_step >= self.warmup_steps,
-            f"scheduler.decay_start_step={self.decay_start_step} lies before the end of "
-            f"scheduler.warmup_steps={self.warmup_steps}",
-        )
-        require(
-            self.decay_steps > 0,
-            f"scheduler.decay_steps must be positive with a decay_start_step, got {self.decay_steps}",
-        )
+        if self.decay_start_step < self.warmup_steps:
+            yield (
+                f"scheduler.decay_start_step={self.decay_start_step} lies before the end of "
+                f"scheduler.warmup_steps={self.warmup_steps}"
+            )
+        if self.decay_steps <= 0:
+            yield f"scheduler.decay_steps must be positive with a decay_start_step, got {self.decay_steps}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -608,41 +589,37 @@ class TrainConfig(Section):
         lt=1,
     )
 
-    def check_relations(self) -> None:
+    def check_relations(self) -> Iterator[str]:
         is_in_8_bits, keeps_dense = self.fp8 is not Fp8.off, Component.dense in self.freeze
-        refuse(
-            is_in_8_bits and self.amp is not Amp.bf16,
-            f"train.fp8={self.fp8.value} needs train.amp=bf16 for all other operations, got train.amp={self.amp.value}; set "
-            "train.amp=bf16, or train.fp8=off",
-        )
-        refuse(
-            self.accumulate > self.batch_size,
-            f"train.accumulate={self.accumulate} is more than the rows of train.batch_size={self.batch_size}",
-        )
-        refuse(
-            is_in_8_bits and self.accumulate != 1,
-            f"train.fp8={self.fp8.value} scales by the largest values of complete batches, and train.accumulate="
-            f"{self.accumulate} takes them in chunks; set one of the two",
-        )
-        refuse(
-            is_in_8_bits and keeps_dense,
-            f"train.fp8={self.fp8.value} trains wide layers of the dense component in 8 bits, and train.freeze keeps them as "
-            "they are; set train.fp8=off, or train it",
-        )
-        refuse(
-            keeps_dense and Component.tables in self.freeze,
-            "train.freeze names both components, so nothing would be trained; freeze one, or set mode=eval",
-        )
-        refuse(
-            self.clip_norm is not None and keeps_dense,
-            f"train.clip_norm={self.clip_norm} clips the gradient of the dense component, which train.freeze keeps from "
-            "being trained; set train.clip_norm=null, or train it",
-        )
-        refuse(
-            self.ema_decay is not None and keeps_dense,
-            f"train.ema_decay={self.ema_decay} averages the weights of the dense component, which train.freeze keeps as they "
-            "are; set train.ema_decay=null, or train it",
-        )
+        if is_in_8_bits and self.amp is not Amp.bf16:
+            yield (
+                f"train.fp8={self.fp8.value} needs train.amp=bf16 for all other operations, got train.amp={self.amp.value}; set "
+                "train.amp=bf16, or train.fp8=off"
+            )
+        if self.accumulate > self.batch_size:
+            yield f"train.accumulate={self.accumulate} is more than the rows of train.batch_size={self.batch_size}"
+        if is_in_8_bits and self.accumulate != 1:
+            yield (
+                f"train.fp8={self.fp8.value} scales by the largest values of complete batches, and train.accumulate="
+                f"{self.accumulate} takes them in chunks; set one of the two"
+            )
+        if is_in_8_bits and keeps_dense:
+            yield (
+                f"train.fp8={self.fp8.value} trains wide layers of the dense component in 8 bits, and train.freeze keeps them as "
+                "they are; set train.fp8=off, or train it"
+            )
+        if keeps_dense and Component.tables in self.freeze:
+            yield "train.freeze names both components, so nothing would be trained; freeze one, or set mode=eval"
+        if self.clip_norm is not None and keeps_dense:
+            yield (
+                f"train.clip_norm={self.clip_norm} clips the gradient of the dense component, which train.freeze keeps from "
+                "being trained; set train.clip_norm=null, or train it"
+            )
+        if self.ema_decay is not None and keeps_dense:
+            yield (
+                f"train.ema_decay={self.ema_decay} averages the weights of the dense component, which train.freeze keeps as they "
+                "are; set train.ema_decay=null, or train it"
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -814,9 +791,10 @@ class PredictConfig(Section):
         [], "run directories whose scores are averaged, instead of checkpoint.restore", path=True
     )
 
-    def check_relations(self) -> None:
+    def check_relations(self) -> Iterator[str]:
         for name in self.columns:
-            refuse(self.columns.count(name) > 1, f"predict.columns names {name} twice")
+            if self.columns.count(name) > 1:
+                yield f"predict.columns names {name} twice"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -931,47 +909,39 @@ class ShardingConfig(Section):
         0.1, "fraction of each rank's memory kept free of tables, for activations", ge=0, lt=1
     )
 
-    def check_relations(self) -> None:
+    def check_relations(self) -> Iterator[str]:
         overrides = {} if self.tables is None else self.tables
-        require(
-            isinstance(overrides, dict),
-            f"sharding.tables must map tables to sharding types, such as {{cat_0: row_wise}}, got {overrides}",
-        )
+        if not isinstance(overrides, dict):
+            yield f"sharding.tables must map tables to sharding types, such as {{cat_0: row_wise}}, got {overrides}"
         self.tables = {
             table: TableOverride.of(table, of) if isinstance(of, dict) else _type_of(table, of)
             for table, of in overrides.items()
         }
-        require(
-            Tier.device in self.tiers,
-            f"sharding.tiers={[tier.value for tier in self.tiers]} must name device; {{cat_0: {{tier: host}}}} in "
-            "sharding.tables puts a table into host memory",
-        )
-        refuse(
-            Tier.disk in self.tiers,
-            "sharding.tiers names disk, which the planner does not choose; name the tables in sharding.tables, as "
-            "{cat_0: {tier: disk}}",
-        )
-        refuse(
-            self.two_hops and self.group_size is not None,
-            f"sharding.two_hops=true shards the tables over all ranks, and sharding.group_size={self.group_size} over groups "
-            "that hold the same ones; set one of them",
-        )
+        if Tier.device not in self.tiers:
+            yield (
+                f"sharding.tiers={[tier.value for tier in self.tiers]} must name device; {{cat_0: {{tier: host}}}} in "
+                "sharding.tables puts a table into host memory"
+            )
+        if Tier.disk in self.tiers:
+            yield (
+                "sharding.tiers names disk, which the planner does not choose; name the tables in sharding.tables, as "
+                "{cat_0: {tier: disk}}"
+            )
+        if self.two_hops and self.group_size is not None:
+            yield (
+                f"sharding.two_hops=true shards the tables over all ranks, and sharding.group_size={self.group_size} over groups "
+                "that hold the same ones; set one of them"
+            )
         for table, override in self.tables.items():
             is_on_disk = isinstance(override, TableOverride) and override.tier is Tier.disk
-            refuse(
-                is_on_disk and self.disk_path is None,
-                f"sharding.tables puts {table} on disk; set sharding.disk_path to a directory on a local disk",
-            )
-        refuse(
-            self.read_ahead_gib < LEAST_GIB,
-            f"sharding.read_ahead_gib={self.read_ahead_gib} leaves under a KiB for rows of tables with tier: disk",
-        )
+            if is_on_disk and self.disk_path is None:
+                yield f"sharding.tables puts {table} on disk; set sharding.disk_path to a directory on a local disk"
+        if self.read_ahead_gib < LEAST_GIB:
+            yield f"sharding.read_ahead_gib={self.read_ahead_gib} leaves under a KiB for rows of tables with tier: disk"
         for name in ("hbm_gib", "host_gib"):
             value = getattr(self, name)
-            refuse(
-                value is not None and value * (1 - self.reserve) < LEAST_GIB,
-                f"sharding.{name}={value} less sharding.reserve={self.reserve} leaves under a KiB for tables",
-            )
+            if value is not None and value * (1 - self.reserve) < LEAST_GIB:
+                yield f"sharding.{name}={value} less sharding.reserve={self.reserve} leaves under a KiB for tables"
 
 
 def _type_of(table: str, kind: Any) -> ShardingType:
@@ -1034,36 +1004,34 @@ class CheckpointConfig(Section):
         False, "resume although data files or settings differ from those of the checkpoint"
     )
 
-    def check_relations(self) -> None:
-        refuse(
-            self.mirror is not None and "://" not in self.mirror,
-            f"checkpoint.mirror={self.mirror} is no address of an object store; write it as s3://BUCKET/FOLDER, or copy a "
-            "directory by other means",
-        )
-        refuse(
-            self.delta_every is not None and not self.save,
-            f"checkpoint.delta_every={self.delta_every} writes deltas, which begin at a checkpoint, and checkpoint.save=false "
-            "saves none; leave one of them out",
-        )
+    def check_relations(self) -> Iterator[str]:
+        if self.mirror is not None and "://" not in self.mirror:
+            yield (
+                f"checkpoint.mirror={self.mirror} is no address of an object store; write it as s3://BUCKET/FOLDER, or copy a "
+                "directory by other means"
+            )
+        if self.delta_every is not None and not self.save:
+            yield (
+                f"checkpoint.delta_every={self.delta_every} writes deltas, which begin at a checkpoint, and checkpoint.save="
+                "false saves none; leave one of them out"
+            )
         dtype = None if self.delta_dtype is DeltaType.table else self.delta_dtype.value
         for name, value in (("delta_dtype", dtype), ("delta_keep", self.delta_keep)):
-            refuse(
-                value is not None and self.delta_every is None,
-                f"checkpoint.{name}={value} is of deltas, and checkpoint.delta_every=null writes none; set that too",
-            )
+            if value is not None and self.delta_every is None:
+                yield f"checkpoint.{name}={value} is of deltas, and checkpoint.delta_every=null writes none; set that too"
         others = self.restore_tables = {} if self.restore_tables is None else self.restore_tables
         are_paths = isinstance(others, dict) and {*map(type, others.values())} == {str}
         is_beside = self.restore is not None and CheckpointPart.tables in self.parts
-        require(
-            others == {} or (are_paths and is_beside),
-            f"checkpoint.restore_tables={others}: want checkpoints by table, such as {{cat_0: PATH}}, beside checkpoint.restore "
-            "and with tables in checkpoint.parts",
-        )
-        refuse(
-            self.takes_optimizer and self.components != {*Component},
-            f"checkpoint.parts=[{', '.join(self.parts)}] loads the optimizers' state without the weights it belongs to; "
-            "name dense and tables too, or leave optimizer out",
-        )
+        if not (others == {} or (are_paths and is_beside)):
+            yield (
+                f"checkpoint.restore_tables={others}: want checkpoints by table, such as {{cat_0: PATH}}, beside "
+                "checkpoint.restore and with tables in checkpoint.parts"
+            )
+        if self.takes_optimizer and self.components != {*Component}:
+            yield (
+                f"checkpoint.parts=[{', '.join(self.parts)}] loads the optimizers' state without the weights it belongs to; "
+                "name dense and tables too, or leave optimizer out"
+            )
 
     @property
     def components(self) -> set[Component]:
@@ -1111,22 +1079,22 @@ class LogConfig(Section):
         True, "draw curves.png and predictions.png at the end, which takes a second or two"
     )
 
-    def check_relations(self) -> None:
+    def check_relations(self) -> Iterator[str]:
         for name in self.loggers:
-            require(
-                name in LOGGERS or is_import_path(name),
-                f"log.loggers names {name}, which is none of {', '.join(LOGGERS)}, nor package.module:NAME",
-            )
-            require(self.loggers.count(name) == 1, f"log.loggers names {name} twice; name it once")
+            if name not in LOGGERS and not is_import_path(name):
+                yield f"log.loggers names {name}, which is none of {', '.join(LOGGERS)}, nor package.module:NAME"
+            if self.loggers.count(name) != 1:
+                yield f"log.loggers names {name} twice; name it once"
         for name in self.observers:
-            require(is_import_path(name), f"log.observers names {name}, no package.module:NAME")
-            require(self.observers.count(name) == 1, f"log.observers names {name} twice")
-        refuse(
-            self.prometheus is not None and not self.prometheus.endswith(".prom"),
-            f"log.prometheus={self.prometheus}: the textfile collector reads files NAME.prom alone; name it so",
-        )
+            if not is_import_path(name):
+                yield f"log.observers names {name}, no package.module:NAME"
+            if self.observers.count(name) != 1:
+                yield f"log.observers names {name} twice"
+        if self.prometheus is not None and not self.prometheus.endswith(".prom"):
+            yield f"log.prometheus={self.prometheus}: the textfile collector reads files NAME.prom alone; name it so"
         for name in ("mlperf_org", "mlperf_platform"):
-            refuse(getattr(self, name) == "", f"log.{name} is empty; name it, or leave it out")
+            if getattr(self, name) == "":
+                yield f"log.{name} is empty; name it, or leave it out"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -1201,55 +1169,45 @@ class Config(Section):
     log: LogConfig = MISSING
     profile: ProfileConfig = MISSING
 
-    def check_relations(self) -> None:
-        require(
-            is_file_name(self.recipe),
-            f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot",
-        )
-        refuse(
-            self.tasks is not None and not isinstance(self.tasks, dict),
-            f"tasks must map labels to options, such as {{click: {{weight: 2}}}}, got {self.tasks}",
-        )
+    def check_relations(self) -> Iterator[str]:
+        if not is_file_name(self.recipe):
+            yield f"recipe={self.recipe} names a folder below runs/: no slash, no leading dot"
+        if self.tasks is not None and not isinstance(self.tasks, dict):
+            yield f"tasks must map labels to options, such as {{click: {{weight: 2}}}}, got {self.tasks}"
         self.tasks = self.tasks or None
         taught = [name for name, of in self.task_options.items() if of.teacher is not None]
-        refuse(
-            taught and self.data.negatives.features,
-            f"tasks.{', '.join(taught)}.teacher has scores of the rows of the dataset, and data.negatives adds others; leave "
-            "one of them out",
-        )
-        self._check_day()
-        self._check_watch()
-        refuse(
-            self.eval.patience is not None and not self.checkpoint.save,
-            f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
-            "set checkpoint.save=true, or eval.patience=null",
-        )
-        self._check_mlperf()
-        self._check_predict()
+        if taught and self.data.negatives.features:
+            yield (
+                f"tasks.{', '.join(taught)}.teacher has scores of the rows of the dataset, and data.negatives adds others; leave "
+                "one of them out"
+            )
+        yield from self._check_day()
+        yield from self._check_watch()
+        if self.eval.patience is not None and not self.checkpoint.save:
+            yield (
+                f"eval.patience={self.eval.patience} ends with the best checkpoint, and checkpoint.save=false saves none; "
+                "set checkpoint.save=true, or eval.patience=null"
+            )
+        yield from self._check_mlperf()
+        yield from self._check_predict()
 
-    def _check_day(self) -> None:
-        refuse(
-            self.days and (self.day is None or self.data.path is not None),
-            "days names several datasets; set day=next, and leave data.path out",
-        )
-        refuse(
-            self.watch_days is not None and (not self.days or self.watch_days <= 0),
-            f"watch_days={self.watch_days}: want seconds above 0, and days; set both, or leave it out",
-        )
+    def _check_day(self) -> Iterator[str]:
+        if self.days and (self.day is None or self.data.path is not None):
+            yield "days names several datasets; set day=next, and leave data.path out"
+        if self.watch_days is not None and (not self.days or self.watch_days <= 0):
+            yield f"watch_days={self.watch_days}: want seconds above 0, and days; set both, or leave it out"
         if self.day is None or self.mode is not Mode.train:
             return
-        require(
-            self.run_dir is not None and (self.data.path is not None or bool(self.days)),
-            "day=next continues a run on the data of its next day; set run_dir and data.path, or days",
-        )
-        require(self.checkpoint.save, "day=next resumes from checkpoints; set checkpoint.save=true")
-        refuse(self.log.mlperf, "day=next is none of MLPerf's trainings; set log.mlperf=false")
-        refuse(
-            self.data.multi_hot.hotness is not None,
-            "day=next keeps the ids of all rows, and data.multi_hot draws others for larger tables; leave one of them out",
-        )
+        if not (self.run_dir is not None and (self.data.path is not None or bool(self.days))):
+            yield "day=next continues a run on the data of its next day; set run_dir and data.path, or days"
+        if not self.checkpoint.save:
+            yield "day=next resumes from checkpoints; set checkpoint.save=true"
+        if self.log.mlperf:
+            yield "day=next is none of MLPerf's trainings; set log.mlperf=false"
+        if self.data.multi_hot.hotness is not None:
+            yield "day=next keeps the ids of all rows, and data.multi_hot draws others for larger tables; leave one of them out"
 
-    def _check_watch(self) -> None:
+    def _check_watch(self) -> Iterator[str]:
         """Refuse options that rows without an end do not go with."""
         data = self.data
         if data.watch_dir is None or self.mode is not Mode.train:
@@ -1267,9 +1225,10 @@ class Config(Section):
             ),
             (self.day is None and not self.log.mlperf, "neither day nor log.mlperf"),
         ):
-            require(is_met, f"data.watch_dir={data.watch_dir} wants {wanted}")
+            if not is_met:
+                yield f"data.watch_dir={data.watch_dir} wants {wanted}"
 
-    def _check_mlperf(self) -> None:
+    def _check_mlperf(self) -> Iterator[str]:
         """Refuse a log of a benchmark for a run that cannot be one: it is HSTU or DCNv2, one epoch and a target."""
         if not self.log.mlperf:
             return
@@ -1277,48 +1236,44 @@ class Config(Section):
             ("model.name", self.model.name, ("hstu", "dcnv2")),
             ("train.epochs", self.train.epochs, (1,)),
         ):
-            require(
-                got in wanted,
-                f"log.mlperf=true is the log of MLPerf's dlrmv4 or dlrm_dcnv2, which wants {key}="
-                f"{' or '.join(map(str, wanted))}, got {got}; change it, or set log.mlperf=false",
+            if got not in wanted:
+                yield (
+                    f"log.mlperf=true is the log of MLPerf's dlrmv4 or dlrm_dcnv2, which wants {key}="
+                    f"{' or '.join(map(str, wanted))}, got {got}; change it, or set log.mlperf=false"
+                )
+        if self.eval.auc_threshold is None:
+            yield (
+                "log.mlperf=true needs the AUC that ends the run: set eval.auc_threshold (MLPerf's is 0.75 of hstu, 0.80275 of "
+                "dcnv2)"
             )
-        require(
-            self.eval.auc_threshold is not None,
-            "log.mlperf=true needs the AUC that ends the run: set eval.auc_threshold (MLPerf's is 0.75 of hstu, 0.80275 of "
-            "dcnv2)",
-        )
 
-    def _check_predict(self) -> None:
+    def _check_predict(self) -> Iterator[str]:
         if self.mode is not Mode.predict:
             return
-        require(
-            self.output is not None and self.output.endswith(SCORE_ENDINGS),
-            f"mode=predict writes scores to the file output, got {self.output}; set output to a name that ends in "
-            f"{' or '.join(SCORE_ENDINGS)}",
-        )
+        if self.output is None or not self.output.endswith(SCORE_ENDINGS):
+            yield (
+                f"mode=predict writes scores to the file output, got {self.output}; set output to a name that ends in "
+                f"{' or '.join(SCORE_ENDINGS)}"
+            )
         if self.predict.average:
             return  # each run is a command with the other checks
-        require(
-            self.checkpoint.restore is not None,
-            "mode=predict needs a trained model; set checkpoint.restore to a run's checkpoints/best or checkpoints/step_N",
-        )
-        require(
-            self.checkpoint.components == set(Component),
-            "mode=predict needs both components of a trained model; let checkpoint.parts name dense and tables",
-        )
+        if self.checkpoint.restore is None:
+            yield "mode=predict needs a trained model; set checkpoint.restore to a run's checkpoints/best or checkpoints/step_N"
+        if self.checkpoint.components != set(Component):
+            yield "mode=predict needs both components of a trained model; let checkpoint.parts name dense and tables"
         if self.source is not None:
             # The options of a run name the dataset that it was trained on, which has the fit.
             self.fitted, self.data.path = self.fitted or self.data.path, None
-        require(
-            (self.source is None) == (self.fitted is None),
-            "source names raw files, and fitted the dataset whose fit transforms them; set both, or data.path to score a "
-            "dataset",
-        )
-        refuse(
-            self.source is not None and self.predict.split is not None,
-            f"source={self.source} and predict.split={self.predict.split} exclude each other: predict.split is of rows that "
-            "are a dataset already; leave one of them out",
-        )
+        if (self.source is None) != (self.fitted is None):
+            yield (
+                "source names raw files, and fitted the dataset whose fit transforms them; set both, or data.path to score a "
+                "dataset"
+            )
+        if self.source is not None and self.predict.split is not None:
+            yield (
+                f"source={self.source} and predict.split={self.predict.split} exclude each other: predict.split is of rows that "
+                "are a dataset already; leave one of them out"
+            )
 
     @property
     def task_options(self) -> dict[str, TaskConfig]:

@@ -1,10 +1,11 @@
 """Every option of the commands of `serving`, in the style of `configs/schema.py`."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from configs.options import Section, option, refuse, require
+from configs.options import Section, option, require
 
 URL = "http://127.0.0.1:8000"
 NAME = "..., its name at the server (curl URL/v2/models)"
@@ -131,15 +132,11 @@ class ServerConfig(Section):
         None, "threads of a batch; null: one per core, at most 4 with device=cuda", most=4096, gt=0
     )
 
-    def check_relations(self) -> None:
-        refuse(
-            self.max_memory_mib < self.max_body_mib,
-            f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}",
-        )
-        refuse(
-            self.others and self.log_requests is not None,
-            f"log_requests={self.log_requests} is of one model, and others names further ones; start a server for each",
-        )
+    def check_relations(self) -> Iterator[str]:
+        if self.max_memory_mib < self.max_body_mib:
+            yield f"max_memory_mib={self.max_memory_mib} is less than max_body_mib={self.max_body_mib}"
+        if self.others and self.log_requests is not None:
+            yield f"log_requests={self.log_requests} is of one model, and others names further ones; start a server for each"
 
 
 Layout = StrEnum("Layout", "monolithic ensemble")
@@ -185,12 +182,10 @@ class TritonConfig(Section):
         "empty if they are installed there",
     )
 
-    def check_relations(self) -> None:
+    def check_relations(self) -> Iterator[str]:
         is_on_gpu = self.layout is Layout.ensemble and self.device is Device.cuda
-        refuse(
-            is_on_gpu and self.dense_format is not DenseFormat.onnx,
-            "layout=ensemble device=cuda: the dense model must be of dense_format=onnx",
-        )
+        if is_on_gpu and self.dense_format is not DenseFormat.onnx:
+            yield "layout=ensemble device=cuda: the dense model must be of dense_format=onnx"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -205,11 +200,9 @@ class RollbackConfig(Section):
         None, "withdraw all before this one, so that it decides inputs and outputs", most=1 << 62
     )
 
-    def check_relations(self) -> None:
-        refuse(
-            self.version is not None and self.before is not None,
-            "version and before are both set; version=N withdraws all after N, before=N all before it",
-        )
+    def check_relations(self) -> Iterator[str]:
+        if self.version is not None and self.before is not None:
+            yield "version and before are both set; version=N withdraws all after N, before=N all before it"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -291,7 +284,6 @@ class LatencyConfig(ClientConfig):
     )
     output: str | None = option(None, "folder for latency.csv and latency.png", path=True)
 
-    def check_relations(self) -> None:
-        require(
-            bool(self.concurrency or self.rates), "concurrency and rates are empty; name a load"
-        )
+    def check_relations(self) -> Iterator[str]:
+        if not (self.concurrency or self.rates):
+            yield "concurrency and rates are empty; name a load"

@@ -3,12 +3,12 @@
 The options of any other model are in the module of the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
-from configs.options import MOST_COLUMNS, Section, option, require
+from configs.options import MOST_COLUMNS, Section, option
 from configs.schema import SUGGESTED, ModelConfig, NumericalEncoding
 
 MOST_WIDTH = 2**20
@@ -49,20 +49,19 @@ class _TwoMLPOptions(ModelConfig):
         "normalize the outputs of the top MLP's hidden layers over the global batch, before ReLU",
     )
 
-    def check_relations(self) -> None:
-        require(
-            self.top_mlp[-1] == 1, f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}"
-        )
+    def check_relations(self) -> Iterator[str]:
+        if self.top_mlp[-1] != 1:
+            yield f"model.top_mlp must end in 1 (the logit), got {self.top_mlp}"
 
 
 @dataclass(kw_only=True, slots=True)
 class DLRMOptions(_TwoMLPOptions):
-    def check_relations(self) -> None:
-        require(
-            self.bottom_mlp[-1] == self.embedding_dim,
-            f"model.bottom_mlp must end in model.embedding_dim={self.embedding_dim} for dlrm (the "
-            f"dot interaction needs equal widths), got {self.bottom_mlp}",
-        )
+    def check_relations(self) -> Iterator[str]:
+        if self.bottom_mlp[-1] != self.embedding_dim:
+            yield (
+                f"model.bottom_mlp must end in model.embedding_dim={self.embedding_dim} for dlrm (the "
+                f"dot interaction needs equal widths), got {self.bottom_mlp}"
+            )
 
 
 CrossStructure = StrEnum("CrossStructure", "stacked parallel")
@@ -159,12 +158,10 @@ class FinalMLPOptions(ModelConfig):
     dropout: float = rate(0.0, "rate of the dropout after every layer of the streams")
     batch_norm: bool = option(False, "normalise the streams' layers over the global batch")
 
-    def check_relations(self) -> None:
+    def check_relations(self) -> Iterator[str]:
         last = self.hidden_1[-1], self.hidden_2[-1]
-        require(
-            self.heads > 0 and not any(width % self.heads for width in last),
-            f"model.heads must divide the last widths of both streams, {last[0]} and {last[1]}, got {self.heads}",
-        )
+        if self.heads <= 0 or any(width % self.heads for width in last):
+            yield f"model.heads must divide the last widths of both streams, {last[0]} and {last[1]}, got {self.heads}"
 
 
 MaskStructure = StrEnum("MaskStructure", "serial parallel")
@@ -186,11 +183,9 @@ class MaskNetOptions(_TowerOptions):
         0.0, "rate of the dropout after every serial block, or after those hidden layers"
     )
 
-    def check_relations(self) -> None:
-        require(
-            self.reduction_ratio > 0 and round(min(self.blocks) * self.reduction_ratio) > 0,
-            f"model.reduction_ratio must leave at least one column of every block's width, got {self.reduction_ratio}",
-        )
+    def check_relations(self) -> Iterator[str]:
+        if self.reduction_ratio <= 0 or round(min(self.blocks) * self.reduction_ratio) <= 0:
+            yield f"model.reduction_ratio must leave at least one column of every block's width, got {self.reduction_ratio}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -380,11 +375,9 @@ class RankMixerOptions(_TaskOptions):
         [], "features in the order of their semantic groups, cut into tokens; the others follow"
     )
 
-    def check_relations(self) -> None:
-        require(
-            self.token_dim % self.tokens == 0,
-            f"model.token_dim must be a multiple of model.tokens={self.tokens}, got {self.token_dim}",
-        )
+    def check_relations(self) -> Iterator[str]:
+        if self.token_dim % self.tokens != 0:
+            yield f"model.token_dim must be a multiple of model.tokens={self.tokens}, got {self.token_dim}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -402,11 +395,9 @@ class FCNOptions(ModelConfig):
         False, "normalise a layer's product over the rows of the global batch, before its mask"
     )
 
-    def check_relations(self) -> None:
-        require(
-            self.embedding_dim % 2 == 0,
-            f"model.embedding_dim must be even for fcn, which halves vectors, got {self.embedding_dim}",
-        )
+    def check_relations(self) -> Iterator[str]:
+        if self.embedding_dim % 2 != 0:
+            yield f"model.embedding_dim must be even for fcn, which halves vectors, got {self.embedding_dim}"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -524,11 +515,9 @@ class HSTUOptions(ModelConfig):
         False, "add biases by distance and time to the scores, as in the paper; no kernel has them"
     )
 
-    def check_relations(self) -> None:
-        require(
-            len(self.action_bits) <= 8,
-            f"model.action_bits may be 8, whose combinations are computed, got {len(self.action_bits)}; leave some out",
-        )
+    def check_relations(self) -> Iterator[str]:
+        if len(self.action_bits) > 8:
+            yield f"model.action_bits may be 8, whose combinations are computed, got {len(self.action_bits)}; leave some out"
 
 
 def without_effect(options: ModelConfig) -> dict[str, str]:
