@@ -392,9 +392,12 @@ class ForwardBackward:
     def _sum_and_check(self, local: LookupGradients) -> Tensor:
         """All-reduce the gradients, divide them by the loss scale (updates divide the tables'), return whether all are finite."""
         gradients = self._context.gradients
-        parts = [local.vectors, *local.rows.values()]
-        are_finite = [torch.isfinite(part).all() for part in parts]
-        gradients.signal.copy_(~torch.stack(are_finite).all())
+        if self._context.update_tables:
+            # That stream spreads gradients of sums over the parts of ranks, which hold anything before.
+            self._table_stream.main_waits()
+            parts = [local.vectors, *local.rows.values()]
+            are_finite = [torch.isfinite(part).all() for part in parts]
+            gradients.signal.copy_(~torch.stack(are_finite).all())
         gradients.sum(self._context.ranks)
         # An overflow on any rank is not finite, or not zero, in the sum on all ranks.
         finite = gradients.are_finite() & (gradients.signal == 0)

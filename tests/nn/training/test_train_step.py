@@ -378,6 +378,26 @@ def test_a_loss_scale_changes_nothing_until_a_gradient_overflows(monkeypatch):
         assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
+def scaled_losses(cases: list[list[str]]) -> list[list[float]]:
+    """Return the losses of some steps with a loss scale, as under fp16, where new memory holds NaN until it is filled."""
+    with pytest.MonkeyPatch.context() as patched, ranks_of_cpu():
+        for name in ("nn.training.train_step.loss_scale", "nn.build.loss_scale"):
+            patched.setattr(name, lambda config: 1024.0)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            return [build(compose_config(*case)).train(0, 3) for case in cases]
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def test_the_check_for_overflows_reads_no_memory_that_nothing_has_filled():
+    """The gradient of a vector that ranks add up is spread over their parts only where tables are trained."""
+    vectors = "sharding.tables={cat_0:{type:row_wise,exchange:vectors}}"
+    case = [*TINY, "device=cpu", vectors]
+    trained, frozen = run_distributed(scaled_losses, 2, [case, [*case, "train.freeze=[tables]"]])[0]
+    assert trained[0] == frozen[0]
+
+
 def test_batches_that_nobody_takes_are_left_without_a_collection(monkeypatch):
     """In the thread that leaves them: where Python collects cycles, another thread may be starting, and all would hang."""
     left = []
