@@ -67,8 +67,8 @@ class TableRule:
     # Whether a table sharded by columns trains as an unsharded one.
     columns_may_be_cut: bool = True
     # Whether `update` does not change rows whose gradient is zero, state included, nor `kernel` weights of rows whose gradients
-    # were all zero. If not, `TableOptimizer` restores them; a row that a batch looks up with a gradient of exactly zero is
-    # updated in tables of one rank and left in replicated ones; and the rule is refused for tables from files.
+    # were all zero. If not, `TableOptimizer` restores or skips them; a row that a batch looks up with a gradient of exactly zero
+    # is updated in tables of one rank and left in replicated ones; and the rule is refused for tables from files.
     leaves_untouched_rows: bool = False
 
     def __post_init__(self) -> None:

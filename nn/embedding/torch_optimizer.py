@@ -1,7 +1,7 @@
 """Optimizer of tables in plain torch, for dense gradients and for gradients of some rows.
 
-On CPUs all tables are updated here, on GPUs those outside the kernels of `nn.embedding.triton_launcher`. The arithmetic is that
-of the kernels, including the position of eps, so that the plan does not change the result.
+On CPUs all tables are updated here; on GPUs `step_by_kernels` updates replicated tables, as `nn.embedding.triton_launcher` does
+the others. The arithmetic is that of the kernels, including the position of eps, so that the plan does not change the result.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,7 +94,7 @@ class TableOptimizer(torch.optim.Optimizer):
     def _update_touched(
         self, tables: Tensors, gradients: Tensors, states: States, group: Group
     ) -> None:
-        """Update all rows, then restore those without a gradient: shapes do not depend on their number."""
+        """Update all rows, then restore those without a gradient."""
         changed = [
             [table, *(state[name] for name in self._rule.state_names)]
             for table, state in zip(tables, states, strict=True)

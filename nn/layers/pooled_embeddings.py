@@ -6,7 +6,7 @@ the lookup left columns for a prefix, it has filled the rest of a matrix already
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class PooledEmbeddings:
     rows_of: Callable[[str, str], DistinctRows] | None = None
     # returns the events of a sequence group
     sequence_of: Callable[[str], SequenceEvents] | None = None
+    # has an item when the columns before the values hold a prefix; another one takes a copy
+    filled: list[bool] = field(default_factory=list)
 
     @classmethod
     def of(cls, matrix: Tensor, num_features: int) -> "PooledEmbeddings":
@@ -80,10 +82,12 @@ class PooledEmbeddings:
         A prefix [B, H] comes before them and determines the dtype. It is a view of the values if their layout allows it.
         """
         values, layout = self.values(), self.layout
-        if layout.is_dense and layout.prefix_columns == (0 if prefix is None else prefix.shape[1]):
-            matrix = values.view(-1, layout.prefix_columns + layout.width)
+        first = 0 if prefix is None else prefix.shape[1]
+        if layout.is_dense and layout.prefix_columns == first and not self.filled:
+            matrix = values.view(-1, first + layout.width)
             if prefix is None:
                 return matrix
+            self.filled.append(True)
             # The cast matters on a CPU only: there embeddings stay float32 under bf16 autocast.
             return _FillPrefix.apply(prefix, matrix).to(prefix.dtype)
         return _Join.apply(prefix, values, layout)
@@ -129,7 +133,9 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
-        grad_values = grad.new_empty(ctx.shape, dtype=ctx.dtype)
+        # Columns left for a prefix have no gradient, and the check for overflows reads them.
+        new = grad.new_zeros if ctx.layout.prefix_columns else grad.new_empty
+        grad_values = new(ctx.shape, dtype=ctx.dtype)
         copy_columns(grad_values, grad[:, ctx.first :], ctx.layout, to_matrix=False)
         return grad[:, : ctx.first] if ctx.has_prefix else None, grad_values, None
 

@@ -129,8 +129,9 @@ class _Step:
         self.requests = requests_of(config, self.spec, plan, world_size)
         self.eval_requests = requests_of(config, self.spec, plan, world_size, self.eval_rank_rows)
         self.by_vectors = not_requested(plan, self.requests)
-        # A model with a prefix takes a matrix, to which what arrives from ranks is copied.
-        self.has_matrix = self.group_size > 1 and self.model.prefix_columns > 0
+        # A model with a prefix takes a matrix, to which what arrives from ranks is copied, unless it takes parts of a batch.
+        is_whole = self.part_rows == self.rank_rows
+        self.has_matrix = self.group_size > 1 and self.model.prefix_columns > 0 and is_whole
         arriving = [table for table in self.by_vectors if not table.is_replicated]
         columns = round(sum(table.num_vectors * table.embedding_dim for table in arriving))
         # Of a sample's vectors, with what arrives beside the matrix.
@@ -297,7 +298,7 @@ def _dense_pass_bytes(step: _Step) -> int:
     of_part = _part_bytes(step, rows)
     if step.part_rows == step.rank_rows:
         return of_part
-    if step.group_size > 1 and not step.has_matrix:
+    if step.group_size > 1:
         # A part's vectors are copied out of the batch's.
         of_part += step.part_rows * step.vector_bytes
     # The gradients of all vectors are kept until the last part, and are checked together under fp16.

@@ -19,7 +19,7 @@ from nn.sharding.arrived_ids import ArrivedIds, features_of
 from nn.sharding.event_parts import PartRoom
 from nn.sharding.id_all_to_all import IdAllToAll
 from nn.sharding.local_ids import Capacity, LocalIds, RequestedIds
-from nn.sharding.placement import RankTables, RequestedTables
+from nn.sharding.placement import Placement, RankTables, RequestedTables
 from nn.sharding.pooled_rows import PooledRows
 from nn.sharding.rank_group import GroupIds, gradients_of_all_groups
 from nn.sharding.request_keys import RequestKeys
@@ -103,12 +103,18 @@ def _requested_tables(
     return found
 
 
+def _gradient_tables(placement: Placement, gradients: Sequence[Tensor]) -> list[LocalTable]:
+    """Return the gradients of the replicated tables that are not requested, as tables with their lookups."""
+    pairs = zip(placement.replicas, placement.replica_numbers, strict=True)
+    return [LocalTable(table.lookups, gradients[number], {}) for table, number in pairs]
+
+
 class ShardedLookup:
     """The tables, for batches of one size.
 
     `replicated_gradients` [rows, D] are zero at the start of a step. `prefix_columns` are those that the dense component puts
-    before each sample's embeddings; they are left free. `look_up` fills `memory` and `handed_out`: of each table whose rows the
-    dense component takes, those of the batch (`DistinctRows`).
+    before each sample's embeddings; they are left free, unless it takes a batch `in_chunks`. `look_up` fills `memory` and
+    `handed_out`: of each table whose rows the dense component takes, those of the batch (`DistinctRows`).
     """
 
     def __init__(
@@ -119,8 +125,9 @@ class ShardedLookup:
         *,
         replicated_gradients: Sequence[Tensor],
         prefix_columns: int,
+        in_chunks: bool,
     ) -> None:
-        self.memory = VectorMemory(tables, batch_size, prefix_columns)
+        self.memory = VectorMemory(tables, batch_size, prefix_columns, in_chunks=in_chunks)
         tables = self.memory.placed(tables)
         placement, ranks, rank_group = tables.placement, tables.ranks, tables.rank_group
         self._ranks, self._rank_group, self._tier = ranks, rank_group, tables.tier
@@ -166,13 +173,10 @@ class ShardedLookup:
         self._replica_bags = tables.bags(
             placement.replicas, self._prepare_replicated.blocks, batch_size
         )
-        # Of the replicated tables that are not requested.
-        gradient_tables = [
-            LocalTable(table.lookups, replicated_gradients[number], {})
-            for table, number in zip(placement.replicas, placement.replica_numbers, strict=True)
-        ]
         self._replica_sums = tables.adding_bags(
-            gradient_tables, self._prepare_replicated.blocks, batch_size
+            _gradient_tables(placement, replicated_gradients),
+            self._prepare_replicated.blocks,
+            batch_size,
         )
         self._sent = self.memory.of_group(tables)
         self._owned_sizes_by_rank = [batch_size * self._sent.shape[1]] * rank_group.size

@@ -25,16 +25,18 @@ class VectorMemory:
     If the dense component has `prefix_columns`, the values are a matrix [B, prefix_columns + T]. Lookups of requested and
     replicated tables have columns in it (`placed`). Blocks and sums are then in `arrived`, which is otherwise the values: `join`
     copies them to the matrix, and `take_apart` their gradients back. A rank that has all tables needs no copy: the matrix is its
-    block.
+    block. Of a batch that is taken `in_chunks`, several ranks have no matrix: each chunk is joined for itself, in less memory.
     """
 
-    def __init__(self, tables: RankTables, batch_size: int, prefix_columns: int) -> None:
+    def __init__(
+        self, tables: RankTables, batch_size: int, prefix_columns: int, *, in_chunks: bool
+    ) -> None:
         placement, owned = tables.placement, tables.placement.owned_by_rank
         partial_shards = [shard for shard in owned[0] if shard.is_partial]
         here = [*(of.shards for of in placement.requested), placement.replicated]
         is_alone = len(owned) == 1 and not any(here)
         self._block_prefix = prefix_columns if is_alone else 0
-        self._matrix_prefix = prefix_columns - self._block_prefix
+        self._matrix_prefix = 0 if is_alone or in_chunks else prefix_columns
         self._num_partial = _width(partial_shards)
         arriving = [
             (self._block_prefix + _width(shards), [x for x in shards if not x.is_partial])

@@ -119,6 +119,7 @@ class StepBuilder:
             capacity,
             replicated_gradients=self._context.gradients.further,
             prefix_columns=self._context.dense.prefix_columns,
+            in_chunks=self._context.chunk_rows is not None,
         )
 
     def _pass(

@@ -1,4 +1,4 @@
-"""Lookup and update of tables by a Triton kernel each, for GPUs; `nn.embedding.embedding_bags` has both in plain torch.
+"""Lookup and updates of tables by a Triton kernel each, for GPUs; `nn.embedding.embedding_bags` has both in plain torch.
 
 FBGEMM has both as well, but its update takes the learning rate and Adam's step count from the host, so every replay of a
 CUDA graph would repeat the captured values. It also sums the gradients of a frequent row with atomic additions. Here every

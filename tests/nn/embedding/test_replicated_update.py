@@ -9,8 +9,10 @@ from torch import nn
 from configs.schema import OptimizerConfig, table_optimizers
 from nn.embedding.local_tables import UpdateScalars
 from nn.embedding.torch_optimizer import TableOptimizer
-from nn.ops.addresses import join_adjacent
 from nn.sharding.owned_shard import adjacent
+from nn.sharding.sharded_tables import ShardedTables
+from nn.training.gradient_bucket import GradientBucket
+from tests.helpers.composed import TINY, build, compose_config, ranks_of_cpu
 from tests.helpers.gpus import needs_no_gpu, needs_one_gpu
 
 SHAPES = [torch.Size(shape) for shape in ((7, 12), (1, 12), (6, 8), (5, 12))]
@@ -98,5 +100,40 @@ def test_a_gradient_that_is_no_number_is_none_of_zero():
     assert found == [0, 0, 1, 0]
 
 
-def test_gradients_of_neighbours_take_one_launch():
-    assert [len(of) for of in join_adjacent(gradients_of("cpu"))] == [8, 6, 5]
+@needs_no_gpu
+def test_neighbours_in_the_gradient_bucket_take_one_launch(monkeypatch):
+    optimizer = optimizer_of(config_of("sgd", 0.0), "cpu")
+    bucket = GradientBucket([nn.Parameter(torch.zeros(3, 5))], SHAPES)
+    scalars = UpdateScalars(config_of("sgd", 0.0), 1.0, torch.device("cpu"))
+    rows = []
+    monkeypatch.setattr(
+        "nn.embedding.triton_launcher.update_table",
+        lambda table, *_: rows.append(len(table.weight)),
+    )
+    optimizer.step_by_kernels(bucket.further, scalars, torch.ones(1, dtype=torch.int32))
+    assert rows == [8, 6, 5]
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["optimizer.name=adam"],
+        ["optimizer.name=adagrad", "optimizer.embedding_l2=1e-3", "train.clip_norm=0.01"],
+        ["optimizer.name=sgd", "train.freeze=[tables]"],
+    ],
+    ids=str,
+)
+def test_a_pass_with_the_kernel_trains_as_plain_torch(options, monkeypatch):
+    """As on a GPU: inside the pass, behind the check, with the scalars of the step."""
+    results = []
+    with ranks_of_cpu():
+        for in_pass in (False, True):
+            is_in_pass = property(lambda _, found=in_pass: found)
+            monkeypatch.setattr(ShardedTables, "_updates_replicated_in_pass", is_in_pass)
+            built = build(compose_config(*TINY, *options, "sharding.types=[data_parallel]"))
+            losses = built.train(0, 4)
+            weights = [shard.weight.clone() for shard in built.step.tables.shards()]
+            results.append((losses, weights))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    assert results[0][0][0] != results[0][0][-1]

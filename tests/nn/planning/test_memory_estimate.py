@@ -310,9 +310,10 @@ def test_what_arrives_lies_beside_the_matrix_of_a_model_with_a_prefix():
     # 5 vectors of 8 columns; two of them arrive, and of the second the parts of both ranks. The owners' part, sent and returned
     of_rows = 32 * (5 + 2) * 8 * 4 + 2 * 4 * 32 * 2 * 8
     assert whole.lookups == of_rows + 2 * 4 * 64 * (4 + 8)
-    assert chunked.lookups == whole.lookups
-    # Chunks are rows of the matrix, without copies: beside activations there are the gradients of all vectors.
-    assert chunked.dense_pass == whole.dense_pass // 2 + 32 * 5 * 8 * 4
+    # Chunks have no matrix: one is copied and joined at a time, and the gradients of all vectors are kept.
+    vectors = 32 * 5 * 8 * 4
+    assert chunked.lookups == whole.lookups - 32 * 2 * 8 * 4
+    assert chunked.dense_pass == (whole.dense_pass + vectors) // 2 + vectors // 2 + vectors
 
 
 def test_a_group_looks_up_for_its_own_ranks_and_updates_with_all():
@@ -376,6 +377,7 @@ def launched(step: TrainStep, batch_size: int) -> tuple[int, int, int]:
         Capacity(),
         replicated_gradients=[torch.empty(shape) for shape in step.tables.replicated_shapes],
         prefix_columns=0,
+        in_chunks=False,
     )
     size = ids = keys = 0
     for bags in (static._lookup_bags, static._replica_bags):

@@ -71,3 +71,33 @@ def test_scattered_embeddings_make_one_matrix_and_their_gradients_go_back(prefix
             assert leaf.grad[offset] == columns.flatten()[int(element)]
     if has_head:
         assert torch.equal(head.grad, weight[:, :2])
+
+
+def test_a_second_matrix_has_a_prefix_of_its_own():
+    """Only the first is the memory of the values itself, where there is room for a prefix."""
+    values, layout = scattered(5, 2)
+    leaf = values.clone().requires_grad_()
+    embeddings = PooledEmbeddings(layout, lambda _: leaf.view_as(leaf))
+    heads = [torch.full((5, 2), float(number), requires_grad=True) for number in (1, 2)]
+    weights = torch.randn(2, 5, 14).unbind()
+    matrices = [embeddings.matrix(head) for head in heads]
+    sum(
+        (matrix * weight).sum() for matrix, weight in zip(matrices, weights, strict=True)
+    ).backward()
+    for matrix, head, weight in zip(matrices, heads, weights, strict=True):
+        assert torch.equal(matrix[:, :2], head)
+        assert torch.equal(matrix[:, 2:], torch.arange(60.0).view(5, 12))
+        assert torch.equal(head.grad, weight[:, :2])
+    torch.testing.assert_close(leaf.grad.view(5, 14)[:, 2:], sum(weights)[:, 2:])
+
+
+def test_columns_left_for_another_prefix_have_no_gradient():
+    values, layout = scattered(5, 3)
+    leaf = values.clone().requires_grad_()
+    head = torch.zeros(5, 2)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # new memory holds NaN
+    try:
+        PooledEmbeddings(layout, lambda _: leaf.view_as(leaf)).matrix(head).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert leaf.grad.isfinite().all()
