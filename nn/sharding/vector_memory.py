@@ -45,21 +45,20 @@ class VectorMemory:
         parts = arriving + [(_width(shards), shards) for shards in here]
         assert sum(_width(shards) for _, shards in parts) == sum(tables.widths)
         self._arriving = [columns for columns, _ in arriving]
-        self._columns = [columns for columns, _ in parts]
         self.batch_size = batch_size
         self.block_sizes = [batch_size * columns for columns in self._arriving[:-1]]
-        self.layout_of = cache(partial(_layout, tables, parts, self._block_prefix))
+        new = partial(torch.empty, dtype=tables.dtype, device=tables.ranks.device)
         if self._matrix_prefix:
             self._columns = [prefix_columns + sum(tables.widths)]
             dense = EmbeddingLayout.dense(tuple(tables.widths), tables.ranks.device, prefix_columns)
             self.layout_of = cache(lambda _: dense)
             self._copied = _layout(tables, arriving, 0, batch_size)
-        self.values = torch.empty(
-            batch_size * sum(self._columns), dtype=tables.dtype, device=tables.ranks.device
-        )
-        self.arrived = self.values
-        if self._matrix_prefix:
-            self.arrived = self.values.new_empty(batch_size * sum(self._arriving))
+            self.values = new(batch_size * sum(self._columns))
+            self.arrived = new(batch_size * sum(self._arriving))
+        else:
+            self._columns = [columns for columns, _ in parts]
+            self.layout_of = cache(partial(_layout, tables, parts, self._block_prefix))
+            self.values = self.arrived = new(batch_size * sum(self._columns))
 
     @property
     def layout(self) -> EmbeddingLayout:
@@ -106,10 +105,8 @@ class VectorMemory:
         """Return the tables, with the column in the matrix of each lookup of requested and replicated ones, if there is one."""
         if not self._matrix_prefix:
             return tables
-        placement, starts = (
-            tables.placement,
-            [*accumulate(tables.widths, initial=self._matrix_prefix)],
-        )
+        placement = tables.placement
+        starts = [*accumulate(tables.widths, initial=self._matrix_prefix)]
 
         def placed(shard: ColumnShard) -> ColumnShard:
             vectors = accumulate((x.num_vectors for x in shard.lookups), initial=shard.first_vector)

@@ -5,7 +5,6 @@ from nn.ops.optional_triton import jit, tl  # noqa: F401  (Triton's interpreter 
 
 
 def _update(tables: Tensors, gradients: Tensors, states: States, group: Group) -> None:
-    # Not by `torch._foreach_add_`, which gives a program 65,536 numbers: most of a GPU would be idle.
     for table, gradient in zip(tables, gradients, strict=True):
         table.add_(gradient, alpha=-group["lr"])
 
