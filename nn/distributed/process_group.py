@@ -266,6 +266,8 @@ def _open(ranks: Ranks) -> None:
             "train in a process of its own"
         )
     if ranks.device.type == "cuda":
+        if ranks.world_size > 1:
+            _map_segments()
         torch.cuda.set_device(ranks.device)
         options: dict[str, Any] = {"backend": "nccl", "device_id": ranks.device}
     else:
@@ -281,6 +283,16 @@ def _open(ranks: Ranks) -> None:
         store = dist.PrefixStore(f"restart_{restart}", store)
         options |= {"store": store, "rank": rank, "world_size": world_size}
     dist.init_process_group(timeout=COLLECTIVE_TIMEOUT, **options)
+
+
+def _map_segments() -> None:
+    """Let torch map the memory that it takes from the GPU, unless the user has set its allocator.
+
+    NCCL registers mapped memory in the graphs that capture it, and peers then read and write it; what cudaMalloc gives, it
+    copies to and from buffers of its own. Without effect where the process has used the GPU before.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def open_channel(

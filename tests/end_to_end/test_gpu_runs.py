@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers.command import run_command
+from tests.helpers.command import ROOT, run_command, start_command
 from tests.helpers.composed import DCNV2, TINY
 from tests.helpers.distributed import run_distributed
 from tests.helpers.gpus import ON_GPU, needs_one_gpu, worlds
@@ -140,3 +140,24 @@ def test_a_profile_assigns_the_kernels_of_a_step(tmp_path, world_size):
         assert ms.get("other", 0) < 0.1 * sum(ms.values()), rank["kernels"]
     (memory, *_) = json.loads((run_dir / "memory.json").read_text())
     assert memory["total"] > memory["tables"] > 0
+
+
+@pytest.mark.parametrize("world_size", worlds(2))
+def test_nccl_sends_embeddings_without_buffers_of_its_own(tmp_path, world_size, monkeypatch):
+    log = {"DEBUG": "INFO", "DEBUG_SUBSYS": "REG", "DEBUG_FILE": f"{tmp_path}/nccl_%p"}
+    for name, value in log.items():
+        monkeypatch.setenv(f"NCCL_{name}", value)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+    ended = start_command(
+        *(*torchrun, str(ROOT / "dlrm.py"), *TINY),
+        # NCCL registers no messages below 16 KiB.
+        *("train.batch_size=1024", "model.embedding_dim=64", "model.bottom_mlp=[16,64]"),
+        *("device=cuda", "train.epochs=8", "log.loggers=[]", "checkpoint.save=false"),
+        directory=tmp_path,
+    )
+    assert ended.exit_code == 0, ended.err
+    logs = [path.read_text() for path in tmp_path.glob("nccl_*")]
+    assert len(logs) == world_size
+    for text in logs:
+        assert "IPC register buffer" in text
+        assert "failed to IPC register" not in text
