@@ -155,8 +155,8 @@ def require_package(name: str, purpose: str) -> None:
 
 
 def first_line(error: Exception | str) -> str:
-    """Return the first line of a library's error that has text."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), repr(error))
+    """Return the first line of a library's error that has text; other characters that end lines may be of a value in it."""
+    return next((line.strip() for line in str(error).split("\n") if line.strip()), repr(error))
 
 
 def require_onnx() -> None:

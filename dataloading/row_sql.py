@@ -9,7 +9,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from configs.messages import printable, shortened, shown
+from configs.messages import first_line, printable, shortened, shown
 
 if TYPE_CHECKING:
     import duckdb
@@ -241,4 +241,4 @@ class RowSql:
             with _database().cursor() as cursor:
                 return cursor.execute(query, columns).fetchall()
         except duckdb.Error as error:
-            raise ValueError(shortened(printable(str(error).partition("\n")[0]), 300)) from None
+            raise ValueError(shortened(printable(first_line(error)), 300)) from None

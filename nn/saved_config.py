@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs.built_in import MODELS
-from configs.messages import shown
+from configs.messages import first_line, shown
 from configs.options import describe, open_sections
 from configs.overrides import no_option, unknown_options
 from configs.schema import RENAMED, Config
@@ -61,7 +61,7 @@ def load_saved_config(path: Path, *, trusted: bool) -> Config:
     try:
         return _typed(values)
     except (ValueError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path}: {first_line(error)}") from None
 
 
 def config_of(facts: Mapping[str, Any]) -> Config:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from configs.messages import shown
+from configs.messages import first_line, shown
 
 if TYPE_CHECKING:  # 25 MB of memory that only transforms and verification need
     import pyarrow as pa
@@ -48,7 +48,7 @@ def check_vocabulary(path: Path, remedy: str) -> int:
                 num_rows += len(batch)
                 last = batch.slice(len(batch) - 1) if len(batch) else last
         except (pa.ArrowException, OSError) as error:
-            reason = shown(str(error).partition("\n")[0])
+            reason = shown(first_line(error))
             raise ValueError(f"{path}: not a complete Parquet file ({reason}); {remedy}") from None
     return num_rows
 

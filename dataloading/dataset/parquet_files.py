@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from configs.messages import shortened
+from configs.messages import first_line, shortened
 from dataloading.dataset.documents import check_regular
 from dataloading.dataset.split_files import expect
 
@@ -50,9 +50,8 @@ def _complete(path: Path) -> Iterator[None]:
     try:
         yield
     except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError, OverflowError) as error:
-        first_line = str(error).partition("\n")[0]
         raise ValueError(
-            f"{path}: not a complete Parquet file ({shortened(first_line)}); copy or write it again"
+            f"{path}: not a complete Parquet file ({shortened(first_line(error))}); copy or write it again"
         ) from None
 
 

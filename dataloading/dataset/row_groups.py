@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from configs.messages import shortened
+from configs.messages import first_line, shortened
 from dataloading.dataset.feature_spec import SPEC_NAME, CategoricalFeature, FeatureSpec
 from dataloading.dataset.parquet_files import open_file, read_footer
 from dataloading.dataset.sequences import SequenceGroup
@@ -95,9 +95,8 @@ class SplitGroups:
         try:
             table = self._open(part).read_row_group(inside, columns=list(names), use_threads=False)
         except (pa.ArrowException, OSError, MemoryError) as error:
-            first_line = str(error).partition("\n")[0]
             raise ValueError(
-                f"{self.paths[part]}: row group {inside} cannot be read ({shortened(first_line)}); copy or write the file again"
+                f"{self.paths[part]}: row group {inside} cannot be read ({shortened(first_line(error))}); copy or write the file again"
             ) from None
         num_rows = self._starts[group + 1] - self._starts[group]
         if table.num_rows != num_rows:

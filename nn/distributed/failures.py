@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from configs.messages import first_line
 from dataloading.keys.rekeyed import TableFullError
 from nn.distributed.errors import DeviceError, LostRankError, Rank0Error, RankError, SharedError
 from nn.distributed.process_group import Ranks, has_device_failed, is_first_reporter, is_lost_peer
@@ -35,16 +36,15 @@ def report_faults(ranks: Ranks) -> Iterator[None]:
         prefix = f"rank {ranks.rank}: " if ranks.world_size > 1 else ""
         raise RankError(f"{prefix}{error}") from error
     except (RuntimeError, MemoryError) as error:
-        first_line = str(error).partition("\n")[0]
         if has_device_failed(error) and not is_out_of_memory(error):
             raise DeviceError(
-                f"rank {ranks.rank}: {ranks.device} or NCCL has failed: {first_line}; the kernel's log (dmesg) may name an XID. "
+                f"rank {ranks.rank}: {ranks.device} or NCCL has failed: {first_line(error)}; the kernel's log (dmesg) may name an XID. "
                 "The same command with the same run_dir resumes from the latest checkpoint"
             ) from error
         if not is_out_of_memory(error):
             raise
         raise RankError(
-            f"rank {ranks.rank} is out of memory: {first_line}; lower train.batch_size, or "
+            f"rank {ranks.rank} is out of memory: {first_line(error)}; lower train.batch_size, or "
             "shard the tables over more ranks. Checkpoints of the run are complete"
         ) from error
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from configs.messages import shown
+from configs.messages import first_line, shown
 from dataloading.dataset.parquet_files import open_file
 
 FOLDER = "vocabulary"
@@ -79,5 +79,5 @@ def write_values(vocabulary: Path, path: Path, table: str, num_rows: int) -> Non
                         rows = rows.set_column(1, "value", live)
                     writer.write_table(rows.select(SCHEMA.names).cast(SCHEMA))
             except (pa.ArrowException, OSError) as error:
-                reason = shown(str(error).partition("\n")[0])
+                reason = shown(first_line(error))
                 raise ValueError(f"{vocabulary}: damaged ({reason}); copy it again") from None

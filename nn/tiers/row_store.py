@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from configs.messages import first_line
 from nn.embedding.optimizer import StateField
 from nn.ops.pinned_memory import pinned_memory
 from nn.tiers.row_items import row_items
@@ -111,6 +112,6 @@ def _host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
         size = torch.Size(shape).numel() * dtype.itemsize / 2**30
         how = "pinned" if device.type == "cuda" else "allocated"
         raise ValueError(
-            f"{size:,.1f} GiB of host memory for tables with tier: host cannot be {how} ({str(error).splitlines()[0]}); raise "
+            f"{size:,.1f} GiB of host memory for tables with tier: host cannot be {how} ({first_line(error)}); raise "
             "the limit of locked memory (`ulimit -l`) or that of the container, or keep fewer tables in host memory"
         ) from None

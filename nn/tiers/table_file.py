@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs.messages import first_line
 from dataloading.dataset.durable_files import (
     UnlockableError,
     clear_leftovers,
@@ -282,7 +283,7 @@ class _Part:
         try:
             items = torch.from_file(str(path), shared=True, size=shape.numel(), dtype=dtype)
         except RuntimeError as error:
-            raise _unwritable(path, str(error).splitlines()[0]) from None
+            raise _unwritable(path, first_line(error)) from None
         self.rows: Tensor = items.view(shape)
 
     def write(self, source: np.ndarray, positions: np.ndarray, rows: np.ndarray) -> None:

@@ -20,7 +20,7 @@ from google.protobuf import any_pb2, descriptor_pb2, descriptor_pool, message_fa
 from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct
 
-from configs.messages import printable, shortened, shown
+from configs.messages import first_line, printable, shortened, shown
 from dataloading.dataset.documents import (
     FILE_LIST,
     read_file_list,
@@ -274,7 +274,7 @@ def _columns(paths: list[Path], name: str, kind: ColumnKind) -> Iterator[pa.Chun
                 try:
                     yield file.read_row_group(group, columns=[name]).column(name)
                 except (pa.ArrowException, OSError) as error:
-                    reason = shortened(str(error).partition("\n")[0])
+                    reason = shortened(first_line(error))
                     raise ValueError(
                         f"{path}: column '{name}' cannot be read ({reason}); copy or write it again"
                     ) from None

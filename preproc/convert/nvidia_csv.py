@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pc
 
-from configs.messages import shortened
+from configs.messages import first_line, shortened
 from dataloading.dataset.documents import read_yaml
 from dataloading.dataset.feature_spec import SPEC_NAME, FeatureSpec
 from dataloading.dataset.row_columns import RowColumn
@@ -172,7 +172,7 @@ class CsvRows:
                     for start in range(0, len(table), CHUNK_ROWS):
                         yield table.slice(start, CHUNK_ROWS)
             except (pa.ArrowException, ValueError) as error:
-                text = shortened(str(error).partition("\n")[0])
+                text = shortened(first_line(error))
                 raise ValueError(
                     f"{path}: {text}; want {len(names)} numbers per line, no header"
                 ) from None

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from configs.messages import first_line
 from dataloading.dataset.feature_spec import CategoricalFeature, FeatureSpec, parquet_columns
 from dataloading.dataset.parquet_files import check_columns, open_file
 from preproc.report.console import LabelSum
@@ -37,7 +38,7 @@ def check_values(
                         # In NumPy, since Arrow sums no float16.
                         found.add(table.column(label.name).drop_null().to_numpy())
     except (ValueError, pa.ArrowException, OSError) as error:
-        return num_rows, labels, [(str(error).partition("\n")[0].removeprefix(f"{path}: "), 1)]
+        return num_rows, labels, [(first_line(error).removeprefix(f"{path}: "), 1)]
     mistakes = [(f"{n:,} {kind}, the first {firsts[kind]}", n) for kind, n in counts.items()]
     return num_rows, labels, mistakes
 

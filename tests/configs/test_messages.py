@@ -9,6 +9,7 @@ import pytest
 
 from configs.messages import (
     MAX_SHOWN_CHARS,
+    first_line,
     on_one_line,
     os_error_text,
     printable,
@@ -124,3 +125,15 @@ def test_a_path_of_any_length_fits_in_a_line():
     assert len(text) < 500
     assert text.startswith("File name too long: /data/xxx")
     assert text.endswith("xxx/end")
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("\n  no file\nat 3", "no file"),
+        ("cannot read '1\r2' as a number", "cannot read '1\r2' as a number"),
+        ("", "ValueError('')"),
+    ],
+)
+def test_the_first_line_of_an_error_has_text_and_whole_values(text, line):
+    assert first_line(ValueError(text)) == line
