@@ -209,14 +209,14 @@ class ShardedTables:
         return self._ranks.device.type == "cuda"
 
     def update_replicated_in_pass(self, gradients: Sequence[Tensor], is_good: Tensor) -> None:
-        """Update the replicated tables on a GPU, unless `is_good` [1] is 0, with the gradients of `update_replicated`."""
+        """Update the replicated tables on a GPU, unless `is_good` [1] is 0, with the gradients of `update_replicated_after_pass`."""
         if self._replicas_optimizer is not None and self._updates_replicated_in_pass:
             self._replicas_optimizer.step_by_kernels(gradients, self.scalars, is_good)
 
-    def update_replicated(self, gradients: Sequence[Tensor]) -> None:
-        """Update the replicated tables with sums of gradients over all ranks, in the order of `replicated_shapes`.
+    def update_replicated_after_pass(self, gradients: Sequence[Tensor]) -> None:
+        """Mark the rows of replicated tables that have gradients, and update them on CPUs.
 
-        What the pass has updated is only noted.
+        `gradients` are sums over all ranks, in the order of `replicated_shapes`.
         """
         if self._replicas_optimizer is None:
             return

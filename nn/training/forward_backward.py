@@ -410,7 +410,7 @@ class ForwardBackward:
         context.gradients.clip()
         self._table_stream.main_waits_for(verdict.event)
         if context.update_tables:
-            context.update_replicated(context.gradients.further, verdict.is_good)
+            context.update_replicated_in_pass(context.gradients.further, verdict.is_good)
         if context.dense_update is not None:
             context.dense_update.apply()
 

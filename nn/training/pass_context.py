@@ -22,9 +22,9 @@ class PassContext:
 
     `gradients` are those of the dense component, followed by those of the replicated tables. If `loss_scale`, the factor on the
     loss before the backward pass, is not 1, gradients are checked and divided by it. `dense_update` is None if that is no part
-    of the pass. `update_replicated` takes sums of gradients and whether the step is applied, int32 [1]. The dense component
-    takes `chunk_rows` of a rank at once (`train.accumulate`), or all. `layers` is the state of those that depend on the rows
-    of a pass.
+    of the pass. `update_replicated_in_pass` takes sums of gradients and whether the step is applied, int32 [1]. The dense
+    component takes `chunk_rows` of a rank at once (`train.accumulate`), or all. `layers` is the state of those that depend on
+    the rows of a pass.
     """
 
     dense: Model
@@ -35,7 +35,7 @@ class PassContext:
     autocast: Callable[[], AbstractContextManager]
     loss_scale: float
     update_tables: bool
-    update_replicated: Callable[[Sequence[Tensor], Tensor], None]
+    update_replicated_in_pass: Callable[[Sequence[Tensor], Tensor], None]
     dense_update: DenseUpdate | None
     table_scalars: UpdateScalars
     chunk_rows: int | None = None

@@ -157,7 +157,7 @@ class TrainStep:
             autocast=partial(autocast, config.train.amp, ranks.device.type),
             loss_scale=loss_scale(config),
             update_tables=Component.tables not in self.frozen,
-            update_replicated=tables.update_replicated_in_pass,
+            update_replicated_in_pass=tables.update_replicated_in_pass,
             dense_update=self._dense_update if self._updates_dense_in_pass else None,
             table_scalars=tables.scalars,
             chunk_rows=chunk_rows(config, ranks.world_size),
@@ -351,7 +351,7 @@ class TrainStep:
 
     def _update(self, step: int) -> None:
         if Component.tables not in self.frozen:
-            self.tables.update_replicated(self._gradients.further)
+            self.tables.update_replicated_after_pass(self._gradients.further)
         if Component.dense not in self.frozen:
             if not self._updates_dense_in_pass:
                 self.dense_optimizer.step()
