@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -331,9 +332,9 @@ def build_hstu_attention() -> None:
 
     dtypes = dict.fromkeys(("q", "k", "v", "grad", "out", "of_k", "of_v", "of_q"), "*bf16")
     dtypes |= dict.fromkeys(("starts", "lengths", "q_starts", "q_lengths", "norm"), "*i64")
-    dtypes["scale"] = "fp32"
-    head = {"HEADS": 4, "COLUMNS": 128, "CANDIDATES": 1, "APPROXIMATE": True, "PRECISION": "tf32"}
-    head |= dict.fromkeys(("Q_STRIDE", "K_STRIDE", "V_STRIDE", "OUT_STRIDE"), 4 * 512)
+    aligned = [*dtypes]
+    dtypes |= {"scale": "fp32", "blocks": "i32", "x": kernels.Operands, "counts": kernels.Counts}
+    shape = kernels.Shape(4, 128, *[4 * 512] * 4, 1, True, "tf32")
     for name, blocks in (
         ("_forward", kernels.FORWARD),
         ("_of_keys", kernels.OF_KEYS),
@@ -341,7 +342,7 @@ def build_hstu_attention() -> None:
         *((name, kernels.FEW_QUERIES) for name in ("_forward", "_of_keys", "_of_queries")),
     ):
         kernel = getattr(kernels, name)
-        build(kernel, dtypes, aligned=[of for of in dtypes if of != "scale"], **head, **blocks)
+        build(kernel, dtypes, aligned=aligned, S=shape, **blocks)
 
 
 def build_fp8() -> None:
@@ -444,25 +445,27 @@ def build(
     maxnreg: int | None = None,
     **constants,
 ) -> str:
+    """Compile a kernel, whose arguments of a `NamedTuple` have it as their dtype; names and `aligned` are of its fields too."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    names = kernel.arg_names
-    signature = {
-        name: "constexpr" if name in constants else (SIGNATURE | dtypes).get(name, "i32")
-        for name in names
-    }
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()}
-        | (inside or {}),
-        attrs={
-            (names.index(name),): [["tt.divisibility", 16]]
-            for name in aligned
-            if name in names and name not in constants
-        },
-    )
+    known, values, attrs = SIGNATURE | dtypes, dict(inside or {}), {}
+
+    def kind_of(name: str, path: tuple[int, ...]) -> Any:
+        kind = "constexpr" if name in constants else known.get(name, "i32")
+        if isinstance(kind, type):
+            return kind(*(kind_of(each, (*path, at)) for at, each in enumerate(kind._fields)))
+        if name in constants:
+            values[path] = constants[name]
+            used.add(name)
+        elif name in aligned:
+            attrs[path] = [["tt.divisibility", 16]]
+        return kind
+
+    used = set[str]()
+    signature = {name: kind_of(name, (at,)) for at, name in enumerate(kernel.arg_names)}
+    assert used == constants.keys()
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attrs)
     compiled = compile(
         source,
         target=GPUTarget("cuda", 90, 32),
