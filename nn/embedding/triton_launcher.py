@@ -16,7 +16,7 @@ from nn.embedding.local_tables import LocalTable, PlacedLookup, SortedIds, Updat
 from nn.embedding.lookups import Pooling
 from nn.embedding.optimizer import TableRule, table_rule, update_settings
 from nn.ops.addresses import elements_between
-from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update, _table_update
+from nn.ops.triton.embedding_bag import Listed, _pooled_lookup, _segment_update, _table_update
 
 SAMPLES_PER_PROGRAM = 32
 """Fewest samples per program of the lookup."""
@@ -184,13 +184,11 @@ class _WidthClass:
         )
         self._block_d = triton.next_power_of_2(max(widths))
         source = _source_of(own, hotness)
-        # Row, column and factor of each key; not read, unless a table has several lookups or a ragged one.
+        # Any tensors, unless a table has several lookups or a ragged one.
         width, factor = self._tables["columns"], self._tables["factors"]
-        listed = (width, width, factor)
+        self._listed = Listed(width, width, factor)
         if source == "listed" and sources is not None:
-            listed = sources.rows, sources.columns, sources.factors
-        names = "listed_rows", "listed_columns", "listed_factors"
-        self._tables |= dict(zip(names, listed, strict=True))
+            self._listed = Listed(sources.rows, sources.columns, sources.factors)
         # Of the rounded-up reciprocals.
         excesses = [-(2**32) % max(abs(count), 1) for count in hotness]
         self._constants = _constants_of(config) | {
@@ -258,6 +256,7 @@ class _WidthClass:
                 **level._asdict(),
                 num_blocks=num_blocks,
                 **self._tables,
+                listed=self._listed,
                 touched=noted[0],
                 touched_start=noted[1],
                 scalars=scalars.values,
@@ -386,12 +385,8 @@ def _constants_of(config: OptimizerConfig) -> dict[str, Any]:
     settings = update_settings(config)
     eps, beta1, beta2 = (settings[name] for name in ("eps", "beta1", "beta2"))
     return branch_of(table_rule(config.table_name)) | {
-        "eps": eps,
-        "beta1": beta1,
         # In single precision 1 - 0.999 keeps four digits only.
-        "rest1": 1 - beta1,
-        "beta2": beta2,
-        "rest2": 1 - beta2,
+        "settings": (eps, beta1, 1 - beta1, beta2, 1 - beta2),
         "L2": config.embedding_l2 > 0,
     }
 
@@ -408,9 +403,7 @@ def branch_of(rule: TableRule) -> dict[str, Any]:
             "(nn.ops.optional_triton)"
         )
     kinds = ["row" if field.per_row else "element" for field in rule.states]
-    return {"UPDATE": rule.kernel} | dict(
-        zip(("STATE1", "STATE2"), [*kinds, "none", "none"], strict=False)
-    )
+    return {"UPDATE": rule.kernel, "STATES": (*kinds, "none", "none")[:2]}
 
 
 def _offsets(tensors: Sequence[Tensor]) -> Tensor:

@@ -35,11 +35,20 @@ class RowStep(NamedTuple):
     width: Any
     rate: Any
     scalars: Any
+    # From here on `settings` of the kernels.
     eps: Any
     beta1: Any
     rest1: Any
     beta2: Any
     rest2: Any
+
+
+class Listed(NamedTuple):
+    """Row, first column and factor of each key's gradient, which are not read unless `SOURCE` is `listed`."""
+
+    rows: Any
+    columns: Any
+    factors: Any
 
 
 # G: samples, H: hotness of a lookup, N: total number of ids, K: number of keys (an id and a table that it is looked up in),
@@ -123,13 +132,8 @@ def _quotient(number, divisor, reciprocal, BY_PRODUCT: tl.constexpr):
 @triton.jit
 def _source(
     origin,
-    first_key,
-    hotness,
-    reciprocal,
-    width,
-    out_column,
-    listed_rows,
-    listed_columns,
+    of_table,
+    listed,
     ONE_HOT: tl.constexpr,
     BY_PRODUCT: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -139,11 +143,11 @@ def _source(
 
     SOURCE is `sum` if every table has one lookup that sums, `one` if every table has one lookup, and `listed` otherwise.
     """
+    first_key, hotness, reciprocal, width, column = of_table
     sample = (origin - first_key).to(tl.int32)
-    column = out_column
     if SOURCE == "listed":
-        sample = tl.load(listed_rows + origin)
-        column = tl.load(listed_columns + origin)
+        sample = tl.load(listed.rows + origin)
+        column = tl.load(listed.columns + origin)
     elif SOURCE == "one":
         # The hotness of a lookup without pooling is stored as a negative number.
         position = sample
@@ -237,6 +241,25 @@ def _store_state(pointer, state, in_row, STATE: tl.constexpr):
 
 
 @triton.jit
+def _updated_row(
+    pointer, states, at, gradient, l2, step, UPDATE: tl.constexpr, STATES: tl.constexpr
+):
+    """Store a row's states after the optimizer's branch, and return its weights.
+
+    `states`: pointers to both of key 0. `at`: the row's key, its offset, and columns with which of them it has.
+    """
+    weight = tl.load(pointer, mask=at[3], other=0.0).to(tl.float32)
+    state1, pointer1 = _state_of_row(states[0], *at, STATES[0])
+    state2, pointer2 = _state_of_row(states[1], *at, STATES[1])
+    if l2 is not None:
+        gradient += l2 * weight
+    weight, state1, state2 = UPDATE(weight, gradient, state1, state2, step)
+    _store_state(pointer1, state1, at[3], STATES[0])
+    _store_state(pointer2, state2, at[3], STATES[1])
+    return weight
+
+
+@triton.jit
 def _segment_update(
     weights,
     state1,
@@ -269,20 +292,13 @@ def _segment_update(
     slot_offset,
     touched,
     touched_start,
-    listed_rows,
-    listed_columns,
-    listed_factors,
+    listed,
     scalars,
     updates_before,
     is_good,
-    eps,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
+    settings,
     UPDATE: tl.constexpr,
-    STATE1: tl.constexpr,
-    STATE2: tl.constexpr,
+    STATES: tl.constexpr,
     L2: tl.constexpr,
     LEVEL: tl.constexpr,
     ONE_HOT: tl.constexpr,
@@ -315,6 +331,7 @@ def _segment_update(
     base = tl.load(key_base + table_index)
     first_key_of_table = tl.load(first_keys + table_index)
     first_column = tl.multiple_of(tl.load(out_column + table_index), ALIGN)
+    of_table = (first_key_of_table, hot, reciprocal, width, first_column)
     end_key = base + tl.load(num_rows + table_index)
     column = tl.arange(0, BLOCK_D)
     in_row = column < width
@@ -342,8 +359,8 @@ def _segment_update(
         tl.store(first_touched + touched_row, 1, mask=ends_run)
     # Pointers of key 0, so that a key needs no more than a product.
     rows = weights + tl.multiple_of(tl.load(weight_offset + table_index) - base * width, ALIGN)
-    states1 = _states_of_table(state1, state1_offset, table_index, base, width, ALIGN, STATE1)
-    states2 = _states_of_table(state2, state2_offset, table_index, base, width, ALIGN, STATE2)
+    states1 = _states_of_table(state1, state1_offset, table_index, base, width, ALIGN, STATES[0])
+    states2 = _states_of_table(state2, state2_offset, table_index, base, width, ALIGN, STATES[1])
 
     key_at_start = tl.load(keys + start)
     key_at_end = tl.load(keys + stop - 1)
@@ -372,9 +389,8 @@ def _segment_update(
             offset_of_rows = tl.load(slot_offset + table_index)
     rate = tl.load(scalars)
     scale = tl.load(scalars + 3)
-    if L2:
-        l2 = tl.load(scalars + 4)
-    row_step = RowStep(width, rate, scalars, eps, beta1, rest1, beta2, rest2)
+    l2 = tl.load(scalars + 4) if L2 else None
+    row_step = RowStep(width, rate, scalars, *settings)
 
     # Keys and origins are loaded one group ahead.
     next_keys = _group_keys(keys, start, stop, GROUP)
@@ -402,22 +418,9 @@ def _segment_update(
                 has = has & (origin != 0)
                 source = index.to(tl.int64) * STRIDE
             else:
-                source = _source(
-                    origin,
-                    first_key_of_table,
-                    hot,
-                    reciprocal,
-                    width,
-                    first_column,
-                    listed_rows,
-                    listed_columns,
-                    ONE_HOT,
-                    BY_PRODUCT,
-                    SOURCE,
-                    STRIDE,
-                )
+                source = _source(origin, of_table, listed, ONE_HOT, BY_PRODUCT, SOURCE, STRIDE)
                 if SOURCE == "listed":
-                    factor_of_id = tl.load(listed_factors + origin)
+                    factor_of_id = tl.load(listed.factors + origin)
             of_key = of_column + tl.multiple_of(source, ALIGN)
             gradient = tl.load(of_key, mask=has & in_row, other=0.0)
             gradients_of_ids += (gradient,)
@@ -433,8 +436,8 @@ def _segment_update(
                     ends = ends & (key < end_key)
                 if ends:
                     _prefetch_row(rows, key, width, "element", BLOCK_D)
-                    _prefetch_row(states1, key, width, STATE1, BLOCK_D)
-                    _prefetch_row(states2, key, width, STATE2, BLOCK_D)
+                    _prefetch_row(states1, key, width, STATES[0], BLOCK_D)
+                    _prefetch_row(states2, key, width, STATES[1], BLOCK_D)
 
         for number in tl.static_range(GROUP):
             key = group_keys[number]
@@ -458,17 +461,10 @@ def _segment_update(
                 if updates:
                     offset = tl.multiple_of(key.to(tl.int64) * width, ALIGN)
                     pointer = rows + column + offset
-                    weight = tl.load(pointer, mask=in_row, other=0.0).to(tl.float32)
-                    of_row1, pointer1 = _state_of_row(states1, key, offset, column, in_row, STATE1)
-                    of_row2, pointer2 = _state_of_row(states2, key, offset, column, in_row, STATE2)
-                    sum_of_row = total * scale
-                    if L2:
-                        sum_of_row += l2 * weight
-                    weight, of_row1, of_row2 = UPDATE(
-                        weight, sum_of_row, of_row1, of_row2, row_step
+                    at, states = (key, offset, column, in_row), (states1, states2)
+                    weight = _updated_row(
+                        pointer, states, at, total * scale, l2, row_step, UPDATE, STATES
                     )
-                    _store_state(pointer1, of_row1, in_row, STATE1)
-                    _store_state(pointer2, of_row2, in_row, STATE2)
                     if row_dtype != tl.float32:
                         row = (key - base).to(tl.int64)
                         row_of_table = row + rows_before
@@ -495,14 +491,9 @@ def _table_update(
     num_rows,
     scalars,
     is_good,
-    eps,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
+    settings,
     UPDATE: tl.constexpr,
-    STATE1: tl.constexpr,
-    STATE2: tl.constexpr,
+    STATES: tl.constexpr,
     L2: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -515,7 +506,8 @@ def _table_update(
     in_row = column < WIDTH
     first = tl.program_id(0).to(tl.int64) * ROWS
     rate = tl.load(scalars)
-    row_step = RowStep(WIDTH, rate, scalars, eps, beta1, rest1, beta2, rest2)
+    row_step = RowStep(WIDTH, rate, scalars, *settings)
+    l2 = tl.load(scalars + 4) if L2 else None
     gradients_of_rows = ()
     for number in tl.static_range(ROWS):
         has = in_row & (first + number < num_rows)
@@ -528,12 +520,6 @@ def _table_update(
             row = first + number
             offset = row * WIDTH
             pointer = weights + offset + column
-            weight = tl.load(pointer, mask=in_row, other=0.0)
-            of_row1, pointer1 = _state_of_row(state1, row, offset, column, in_row, STATE1)
-            of_row2, pointer2 = _state_of_row(state2, row, offset, column, in_row, STATE2)
-            if L2:
-                gradient += tl.load(scalars + 4) * weight
-            weight, of_row1, of_row2 = UPDATE(weight, gradient, of_row1, of_row2, row_step)
-            _store_state(pointer1, of_row1, in_row, STATE1)
-            _store_state(pointer2, of_row2, in_row, STATE2)
+            at, states = (row, offset, column, in_row), (state1, state2)
+            weight = _updated_row(pointer, states, at, gradient, l2, row_step, UPDATE, STATES)
             tl.store(pointer, weight, mask=in_row)

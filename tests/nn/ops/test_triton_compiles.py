@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 POINTERS = {
     "*i32": ["keys", "is_good", "blocks", "columns", "hotness", "rounding_key", "updates_before"],
     "*i64": ["order", "sums_keys", "weight_offset", "state1_offset", "state2_offset", "key_base"],
-    "*fp32": ["state1", "state2", "sums", "scalars", "partial_sums", "listed_factors", "factor"],
+    "*fp32": ["state1", "state2", "sums", "scalars", "partial_sums", "factor"],
     "*i8": ["sums_exist"],
     "*bf16": ["gradients", "grad", "products", "x0", "factors", "grad_factor", "activation", "out"],
 }
@@ -24,8 +24,7 @@ SIGNATURE = {name: dtype for dtype, names in POINTERS.items() for name in names}
     **dict.fromkeys(["slot_start", "slot_offset", "source_rows", "target_rows"], "*i64"),
     **dict.fromkeys(["source_stride", "target_stride", "count", "width"], "i32"),
     **dict.fromkeys(["counts", "exists", "first_pair", "ids", "id_stride", "num_ids"], "*i32"),
-    **dict.fromkeys(["listed_rows", "listed_columns", "slot_rows"], "*i32"),
-    **dict.fromkeys(["eps", "beta1", "rest1", "beta2", "rest2"], "fp32"),
+    **{"slot_rows": "*i32", "settings": ("fp32",) * 5},
     "masked": "*bf16",
     # Of 8-bit products; the sizes of a matrix are multiples of 16, which makes wide loads and stores.
     **dict.fromkeys(["x", "factor_of_x0", "wide"], "*bf16"),
@@ -69,13 +68,19 @@ def run() -> None:
     from nn.ops.triton.dense_updates import _dense_adagrad, _dense_adam, _dense_sgd
     from nn.ops.triton.dot_interaction import Shape, _dot_forward_of_rows
     from nn.ops.triton.dropout import _dropout
-    from nn.ops.triton.embedding_bag import _pooled_lookup, _segment_update, _table_update
+    from nn.ops.triton.embedding_bag import (
+        Listed,
+        _pooled_lookup,
+        _segment_update,
+        _table_update,
+    )
     from nn.ops.triton.mlp import _logit_forward, _relu_backward
     from nn.ops.triton.parameters import ALIGN, _cast
     from nn.ops.triton.row_sums import FLOAT32_P, SUMS, _row_sums, _sum_of_rows
     from nn.ops.triton.served_lookup import _cold_rows, _served_lookup
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
 
+    of_update = {"factors": "*fp32", "num_rows": "*i64", "listed": Listed("*i32", "*i32", "*fp32")}
     untracked = dict.fromkeys(("touched", "touched_start"))
     update = {"ONE_HOT": True, "ALIGN": 16, "LENGTH": 32, "GROUP": 4, "BLOCK_D": 128}
     update |= {"BY_PRODUCT": True, "STRIDE": 3328, "WIDTH": 128, "num_warps": 1}
@@ -91,7 +96,7 @@ def run() -> None:
         ("*fp32", "sgd_momentum", 0, "one"),
     ):
         branch = branch_of(table_rule(name))
-        dtypes = {"weights": weights, "factors": "*fp32", "num_rows": "*i64"}
+        dtypes = of_update | {"weights": weights}
         constants = {"LEVEL": level, "L2": level == 1, "SOURCE": source}
         constants |= dict.fromkeys(("BOUNDED", "SLOTS", "PREFETCHES"), level == 0)
         # The width of all tables, or of each.
@@ -103,7 +108,7 @@ def run() -> None:
         sizes = {"L2": level == 1, "WIDTH": 120, "ROWS": 4, "BLOCK_D": 128, "num_warps": 1}
         build(_table_update, of_table, **branch, **sizes)
     branch = branch_of(table_rule("rowwise_adagrad"))
-    dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
+    dtypes = of_update | {"weights": "*fp32"}
     constants = {"LEVEL": 0, "SOURCE": "sum"}
     constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS", "PREFETCHES"), False)
     alone = update | {"ONE_HOT": False, **branch, **constants}
@@ -120,13 +125,13 @@ def run() -> None:
     dtypes_of_cast = {"source": "*fp32", "target": "*bf16", "blocks": "*i64"}
     build(_cast, dtypes_of_cast, ALIGN=ALIGN)
     for branch in (
-        {"UPDATE": None, "STATE1": "none", "STATE2": "none"},
-        {"UPDATE": adagrad.RULE.kernel, "STATE1": "column", "STATE2": "none"},
+        {"UPDATE": None, "STATES": ("none", "none")},
+        {"UPDATE": adagrad.RULE.kernel, "STATES": ("column", "none")},
     ):
         try:
             constants = {"LEVEL": 0, "SOURCE": "sum"}
             constants |= dict.fromkeys(("L2", "BOUNDED", "SLOTS", "PREFETCHES"), False)
-            dtypes = {"weights": "*fp32", "factors": "*fp32", "num_rows": "*i64"}
+            dtypes = of_update | {"weights": "*fp32"}
             build(_segment_update, dtypes, **update, **branch, **constants, **untracked)
         except CompilationError as error:
             print("refused", "table optimizer" in str(error.__cause__ or error))
