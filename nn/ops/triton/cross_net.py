@@ -44,6 +44,15 @@ PAIR_PROGRAMS = 320
 """Programs of the gradient of compressed interactions' weights, where all pairs have as many."""
 
 
+class Layers(NamedTuple):
+    """What a layer's gradient is computed from: g of any layer but the last is the sum of `grad` and `products[index:]`."""
+
+    grad: Tensor  # g of the last layer, [B, C]
+    products: Tensor  # per layer the gradient through its weights to the layer before, [L - 1 (at least 1), B, C]
+    x0: Tensor
+    factors: Tensor  # u of every layer, [L, B, C]
+
+
 def fused_cross(
     x0: Tensor, downs: Sequence[Tensor], ups: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Tensor:
@@ -86,14 +95,14 @@ class _FusedCross(torch.autograd.Function):
         # Partial sums of all layers are adjacent, so that one reduction over programs at the end suffices.
         num_programs = triton.cdiv(len(x0), BLOCK_B * BLOCKS_OF_ROWS)
         partial_sums = x0.new_empty(num_programs, num_layers, x0.shape[1], dtype=torch.float32)
-        # Per layer the gradient through its weights to the layer before; the first is finally overwritten by x0's gradient.
+        # The first is finally overwritten by x0's gradient.
         products = x0.new_empty(max(1, num_layers - 1), *x0.shape)
-        grad = grad.contiguous()
+        layers = Layers(grad.contiguous(), products, x0, factors)
         grad_downs: list[Tensor] = []
         grad_ups: list[Tensor] = []
         for index in reversed(range(num_layers)):
             down, up = downs[index], ups[index]
-            grad_factor = cross_backward(index, grad, products, x0, factors, partial_sums[:, index])
+            grad_factor = cross_backward(index, layers, partial_sums[:, index])
             parameter = parameters[index - 2 * num_layers]
             grad_ups.insert(0, weight_gradient(grad_factor, hiddens[index], parameter))
             pair = (grad_factor, up)
@@ -111,30 +120,23 @@ class _FusedCross(torch.autograd.Function):
         return products[0], None, *grad_downs, *grad_ups, *grad_biases
 
 
-def cross_backward(
-    index: int, grad: Tensor, products: Tensor, x0: Tensor, factors: Tensor, partial_sums: Tensor
-) -> Tensor:
+def cross_backward(index: int, x: Layers, partial_sums: Tensor) -> Tensor:
     """Compute the gradient of u in layer `index`, x + x0 * u, and in the first layer also the gradient of x0.
 
-    `index`: index of the layer, from 0. `grad`: g of the last layer, [B, C]. `products`: [L - 1 (at least 1), B, C]. g of any
-    other layer is the sum of `grad` and `products[index:]`. In the first layer `products[0]` is overwritten by the gradient of
-    x0, without the term through this layer's weights. `x0`: [B, C]. `factors`: u of every layer, [L, B, C]. `partial_sums`: [P,
-    C], float32; receives every program's sum of u's gradient over its samples. Returns the gradient of u, [B, C].
+    `index`: index of the layer, from 0. In the first layer `products[0]` is overwritten by the gradient of x0, without the term
+    through this layer's weights. `partial_sums`: [P, C], float32; receives every program's sum of u's gradient over its
+    samples. Returns the gradient of u, [B, C].
     """
-    grad_factor = torch.empty_like(x0)
-    grid = triton.cdiv(x0.shape[1], BLOCK_C), len(partial_sums)
-    inputs, sizes = (grad, products, x0, factors), (*x0.shape, partial_sums.stride(0))
-    layers = {"INDEX": index, "NUM_LAYERS": len(factors)}
-    _cross_backward[grid](*inputs, grad_factor, partial_sums, *sizes, **layers)
+    grad_factor = torch.empty_like(x.x0)
+    grid = triton.cdiv(x.x0.shape[1], BLOCK_C), len(partial_sums)
+    sizes, layers = (*x.x0.shape, partial_sums.stride(0)), (index, len(x.factors))
+    _cross_backward[grid](x, grad_factor, partial_sums, *sizes, *layers)
     return grad_factor
 
 
 @triton.jit
 def _cross_backward(
-    grad,
-    products,
-    x0,
-    factors,
+    x,
     grad_factor,
     partial_sums,
     num_rows,
@@ -152,46 +154,31 @@ def _cross_backward(
         row = first + block * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
         inside = (row < num_rows) & (column < columns)
         offset = row * columns + column
-        grad_u, grad_x0 = layer_gradients(
-            grad, products, x0, factors, offset, inside, layer, INDEX, NUM_LAYERS
-        )
-        tl.store(grad_factor + offset, grad_u.to(grad_factor.dtype.element_ty), mask=inside)
+        grad_u, grad_x0 = layer_gradients(x, offset, inside, layer, INDEX, NUM_LAYERS)
+        norms.store(grad_factor, offset, grad_u, inside)
         total += grad_u
         if INDEX == 0:
-            tl.store(products + offset, grad_x0.to(products.dtype.element_ty), mask=inside)
+            norms.store(x.products, offset, grad_x0, inside)
     partial_sum = partial_sums + tl.program_id(1) * partial_sums_stride + column
     tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < columns)
 
 
 @triton.jit
-def layer_gradients(
-    grad,
-    products,
-    x0,
-    factors,
-    offset,
-    inside,
-    layer,
-    INDEX: tl.constexpr,
-    NUM_LAYERS: tl.constexpr,
-):
+def layer_gradients(x, offset, inside, layer, INDEX: tl.constexpr, NUM_LAYERS: tl.constexpr):
     """Return the gradient of u in layer `INDEX` and, in the first layer, that of x0 without the term through the weights.
 
     `offset` and `inside` are those of the elements in a [B, C] matrix, `layer` the elements of one.
     """
-    grad_out = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+    grad_out = norms.load(x.grad, offset, inside)
     grad_x0 = tl.zeros_like(grad_out)
     for above in tl.static_range(NUM_LAYERS - 1, INDEX, -1):
         if INDEX == 0:
-            u = tl.load(factors + above * layer + offset, mask=inside, other=0.0)
-            grad_x0 += grad_out * u.to(tl.float32)
-        product = tl.load(products + (above - 1) * layer + offset, mask=inside, other=0.0)
-        grad_out += product.to(tl.float32)
-    grad_u = grad_out * tl.load(x0 + offset, mask=inside, other=0.0).to(tl.float32)
+            grad_x0 += grad_out * norms.load(x.factors + above * layer, offset, inside)
+        grad_out += norms.load(x.products + (above - 1) * layer, offset, inside)
+    grad_u = grad_out * norms.load(x.x0, offset, inside)
     if INDEX == 0:
         # x of the first layer is x0, so the gradient of the residual term is part of x0's.
-        u = tl.load(factors + offset, mask=inside, other=0.0).to(tl.float32)
-        grad_x0 += grad_out * (u + 1)
+        grad_x0 += grad_out * (norms.load(x.factors, offset, inside) + 1)
     return grad_u, grad_x0
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nn.ops.fp8 import GRADIENT, INPUT, Fp8Matrix, Scale
 from nn.ops.triton.column_sums import column_sums
-from nn.ops.triton.cross_net import layer_gradients
+from nn.ops.triton.cross_net import Layers, layer_gradients
 from nn.ops.triton.fp8.quantise import (
     BLOCK_C,
     BLOCK_R,
@@ -24,7 +24,7 @@ from nn.ops.triton.fp8.quantise import (
     store_rounded,
     store_words,
 )
-from nn.ops.triton.layer_norm import load
+from nn.ops.triton.layer_norm import load, store
 
 __all__ = ["activate", "add_product", "cross_backward", "quantise", "quantise_gradient"]
 
@@ -60,7 +60,7 @@ def cross_backward(
     wide = None if transposed else torch.empty_like(x0)
     programs = grid(x0)
     partial_sums = x0.new_empty(programs[1], x0.shape[1], dtype=torch.float32)
-    tensors = grad, products, x0, factors, matrix.rows, words, wide, partial_sums
+    tensors = Layers(grad, products, x0, factors), matrix.rows, words, wide, partial_sums
     rest = (scale.factor, scale.latest), *x0.shape, index, len(factors)
     _cross_backward[programs](*tensors, *rest, **OF_LAYERS)
     return matrix, wide, column_sums(partial_sums)
@@ -92,10 +92,7 @@ def _add_product(x, x0, factor_of_x0, out, rows, words, scales, num_rows, num_co
 
 @triton.jit
 def _cross_backward(
-    grad,
-    products,
-    x0,
-    factors,
+    x,
     rows,
     words,
     wide,
@@ -116,13 +113,11 @@ def _cross_backward(
     at = word * 4 * num_columns + column
     for byte in tl.static_range(4):
         offset = at + byte * num_columns
-        grad_u, grad_x0 = layer_gradients(
-            grad, products, x0, factors, offset, inside, layer, INDEX, NUM_LAYERS
-        )
+        grad_u, grad_x0 = layer_gradients(x, offset, inside, layer, INDEX, NUM_LAYERS)
         total += grad_u
         if INDEX == 0:
-            tl.store(products + offset, grad_x0.to(products.dtype.element_ty), mask=inside)
-        rounded = grad_u.to(x0.dtype.element_ty)
+            store(x.products, offset, grad_x0, inside)
+        rounded = grad_u.to(x.x0.dtype.element_ty)
         if wide is not None:
             tl.store(wide + offset, rounded, mask=inside)
         value = rounded.to(tl.float32)
