@@ -1,7 +1,6 @@
 """Rows in a table file, some of them in host memory, and an arena of slots on the device that holds some of those."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -70,7 +69,7 @@ class DiskStore(RowStore):
         last = len(self._buffer_row) - 1
         buffer_rows = self._buffer_row.index_select(0, moves.rows.clamp(0, last))
         returned = self._buffer_row.index_select(0, moves.returned.clamp(0, last))
-        return replace(moves, rows=buffer_rows, returned=returned.where(moves.returned >= 0, -1))
+        return moves._replace(rows=buffer_rows, returned=returned.where(moves.returned >= 0, -1))
 
     def save(self, rows: Tensor, slots: Tensor) -> None:
         """Make the file hold the current rows; the distinct `rows`, int64 [n], have changed in `slots` of the device."""

@@ -61,23 +61,20 @@ def _exchange_rows(
     host_stride,
     arena,
     arena_stride,
-    rows,
-    slots,
-    returned,
-    counts,
+    moves,
     width,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK_D)[None, :]
     # The first of the counts.
-    count = tl.load(counts)
+    count = tl.load(moves.counts)
     for start in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         index = start + tl.arange(0, ROWS)
         exists = index < count
-        slot = tl.load(slots + index, mask=exists, other=0).to(tl.int64)
-        entering = tl.load(rows + index, mask=exists, other=0).to(tl.int64)
-        leaving = tl.load(returned + index, mask=exists, other=-1).to(tl.int64)
+        slot = tl.load(moves.slots + index, mask=exists, other=0).to(tl.int64)
+        entering = tl.load(moves.rows + index, mask=exists, other=0).to(tl.int64)
+        leaving = tl.load(moves.returned + index, mask=exists, other=-1).to(tl.int64)
         enters = exists[:, None] & (column < width)
         returns = enters & (leaving >= 0)[:, None]
         in_arena = arena + slot[:, None] * arena_stride + column
@@ -94,6 +91,5 @@ def exchange_rows(host: Tensor, arena: Tensor, moves: DeviceMoves) -> None:
     """Swap rows of an arena [., D] with others of registered host memory, of any row stride; no row both enters and returns."""
     width = host.shape[1]
     matrices = host, host.stride(0), arena, arena.stride(0)
-    of_moves = moves.rows, moves.slots, moves.returned, moves.counts
     grid, sizes = _programs(width, len(moves.rows))
-    _exchange_rows[grid](*matrices, *of_moves, width, **sizes)
+    _exchange_rows[grid](*matrices, moves, width, **sizes)

@@ -5,6 +5,8 @@ counting bits gives them distinct and in ascending order; counting free slots fr
 stays on the device, so buffers have room for as many rows as the batch has ids. Each launch needs all of the one before.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,38 @@ _MISSING = tl.constexpr(2)
 _LACKING = tl.constexpr(3)
 _IDS = tl.constexpr(4)
 NUM_COUNTS = 8
+
+
+class _Ids(NamedTuple):
+    """Ids of a batch, and `TierIds` by its names."""
+
+    ids: Tensor
+    positions: Tensor
+    first: Tensor
+    end: Tensor
+    offset: Tensor
+
+
+class _Map(NamedTuple):
+    """What kernels take of `SlotMap`, by its names."""
+
+    slot_of_row: Tensor
+    pins: Tensor
+    num_fixed: int
+
+
+class _Search(NamedTuple):
+    """What both searches read: bits of missing rows in words, and the ring; `found` is counted per program."""
+
+    is_missing: Tensor
+    num_words: int
+    words_per_program: int
+    pins: Tensor
+    num_ring: int
+    positions_per_program: int
+    hand: Tensor
+    found: Tensor
+    word_programs: int
 
 
 class SlotKernels:
@@ -68,12 +102,12 @@ class SlotKernels:
         slot_map, count, counts = self._map, len(of_group.positions), self._counts[turn]
         if self._buffers[turn].shape[1] < count:
             self._buffers[turn] = self._buffers[turn].new_empty(3, count)
-        rows, slots, returned = self._buffers[turn]
-        in_ids = (ids, of_group.positions, of_group.first, of_group.end, of_group.offset, count)
-        of_map = (slot_map.slot_of_row, slot_map.pins, slot_map.num_fixed)
+        moves = DeviceMoves(*self._buffers[turn], counts)
+        x = _Ids(ids, of_group.positions, of_group.first, of_group.end, of_group.offset)
+        of_map = _Map(slot_map.slot_of_row, slot_map.pins, slot_map.num_fixed)
         grid = (triton.cdiv(count, BLOCK),)
-        _find_missing[grid](*in_ids, *of_map, self._is_missing, counts, pin, BLOCK=BLOCK)
-        searched = (
+        _find_missing[grid](x, count, of_map, self._is_missing, counts, pin, BLOCK=BLOCK)
+        search = _Search(
             self._is_missing,
             self._num_words,
             self._words_per_program,
@@ -84,31 +118,20 @@ class SlotKernels:
             self._found,
             self._word_programs,
         )
-        _count_found[(self._programs,)](*searched, BLOCK=BLOCK)
+        _count_found[(self._programs,)](search, BLOCK=BLOCK)
         _list_found[(self._programs,)](
-            *searched,
-            rows,
-            slots,
-            counts,
+            search,
+            moves,
             PROGRAMS=self._programs,
             ALL=triton.next_power_of_2(self._programs),
             BLOCK=BLOCK,
             BLOCK_WORDS=BLOCK_WORDS,
         )
         _take_slots[grid](
-            rows,
-            slots,
-            returned,
-            counts,
-            self._hand,
-            slot_map.slot_of_row,
-            slot_map.row_of_slot,
-            slot_map.is_changed,
-            slot_map.num_fixed,
-            BLOCK=BLOCK,
+            moves, self._hand, of_map, slot_map.row_of_slot, slot_map.is_changed, BLOCK=BLOCK
         )
-        _to_slots[grid](*in_ids, *of_map, pin, BLOCK=BLOCK)
-        return DeviceMoves(rows, slots, returned, counts)
+        _to_slots[grid](x, count, of_map, pin, BLOCK=BLOCK)
+        return moves
 
 
 def _parts(size: int, block: int, most: int) -> tuple[int, int]:
@@ -141,48 +164,32 @@ def _release(
 
 
 @triton.jit
-def _slots_of(ids, positions, first, end, offset, count, slot_of_row, BLOCK: tl.constexpr):
+def _slots_of(x, count, of_map, BLOCK: tl.constexpr):
     """Return positions, whether they have a row here, rows, and their slots, -1 without one."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = index < count
-    position = tl.load(positions + index, mask=exists, other=0)
-    number = tl.load(ids + position, mask=exists, other=-1)
-    is_here = exists & (number >= tl.load(first + index, mask=exists, other=0))
-    is_here = is_here & (number < tl.load(end + index, mask=exists, other=0))
-    row = (number + tl.load(offset + index, mask=exists, other=0)).to(tl.int32)
-    slot = tl.load(slot_of_row + row, mask=is_here, other=-1)
+    position = tl.load(x.positions + index, mask=exists, other=0)
+    number = tl.load(x.ids + position, mask=exists, other=-1)
+    is_here = exists & (number >= tl.load(x.first + index, mask=exists, other=0))
+    is_here = is_here & (number < tl.load(x.end + index, mask=exists, other=0))
+    row = (number + tl.load(x.offset + index, mask=exists, other=0)).to(tl.int32)
+    slot = tl.load(of_map.slot_of_row + row, mask=is_here, other=-1)
     return position, exists, is_here, row, slot
 
 
 @triton.jit
-def _pin(pins, slot, num_fixed, pin):
+def _pin(of_map, slot, pin):
     """Keep rows from leaving. Those that do so at once write the same value."""
-    is_in_ring = slot >= num_fixed
-    pin_of_slot = pins + (slot - num_fixed)
+    is_in_ring = slot >= of_map.num_fixed
+    pin_of_slot = of_map.pins + (slot - of_map.num_fixed)
     bits = tl.load(pin_of_slot, mask=is_in_ring, other=0).to(tl.int32)
     tl.store(pin_of_slot, (bits | pin).to(tl.uint8), mask=is_in_ring)
 
 
 @triton.jit(do_not_specialize=["count", "pin"])
-def _find_missing(
-    ids,
-    positions,
-    first,
-    end,
-    offset,
-    count,
-    slot_of_row,
-    pins,
-    num_fixed,
-    is_missing,
-    counts,
-    pin,
-    BLOCK: tl.constexpr,
-):
-    _, _, is_here, row, slot = _slots_of(
-        ids, positions, first, end, offset, count, slot_of_row, BLOCK
-    )
-    _pin(pins, slot, num_fixed, pin)
+def _find_missing(x, count, of_map, is_missing, counts, pin, BLOCK: tl.constexpr):
+    _, _, is_here, row, slot = _slots_of(x, count, of_map, BLOCK)
+    _pin(of_map, slot, pin)
     lacks_slot = is_here & (slot < 0)
     bit = tl.full([BLOCK], 1, tl.int32) << (row % 32)
     tl.atomic_or(is_missing + row // 32, bit, mask=lacks_slot, sem="relaxed")
@@ -199,65 +206,44 @@ def _num_bits(word):
 
 
 @triton.jit
-def _words(is_missing, index, stop):
-    return tl.load(is_missing + index, mask=index < stop, other=0).to(tl.uint32, bitcast=True)
+def _words(x, index, stop):
+    return tl.load(x.is_missing + index, mask=index < stop, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def _free_positions(pins, hand, index, stop, num_ring):
+def _free_positions(x, hand, index, stop):
     """Return positions of the ring, counted from the hand on, and whether they are free."""
     position = hand.to(tl.int64) + index
-    position = tl.where(position >= num_ring, position - num_ring, position)
-    is_free = tl.load(pins + position, mask=index < stop, other=1) == 0
+    position = tl.where(position >= x.num_ring, position - x.num_ring, position)
+    is_free = tl.load(x.pins + position, mask=index < stop, other=1) == 0
     return position.to(tl.int32), is_free.to(tl.int32)
 
 
 @triton.jit
-def _count_found(
-    is_missing,
-    num_words,
-    words_per_program,
-    pins,
-    num_ring,
-    positions_per_program,
-    hand,
-    found,
-    word_programs,
-    BLOCK: tl.constexpr,
-):
+def _count_found(x, BLOCK: tl.constexpr):
     program = tl.program_id(0)
-    if program < word_programs:
-        start = program * words_per_program
-        stop = tl.minimum(start + words_per_program, num_words)
+    if program < x.word_programs:
+        start = program * x.words_per_program
+        stop = tl.minimum(start + x.words_per_program, x.num_words)
         bits = tl.zeros([BLOCK], tl.int32)
         for begin in range(start, stop, BLOCK):
-            bits += _num_bits(_words(is_missing, begin + tl.arange(0, BLOCK), stop))
-        tl.store(found + program, tl.sum(bits))
+            bits += _num_bits(_words(x, begin + tl.arange(0, BLOCK), stop))
+        tl.store(x.found + program, tl.sum(bits))
     else:
-        start = (program - word_programs) * positions_per_program
-        stop = tl.minimum(start + positions_per_program, num_ring)
-        first = tl.load(hand)
+        start = (program - x.word_programs) * x.positions_per_program
+        stop = tl.minimum(start + x.positions_per_program, x.num_ring)
+        first = tl.load(x.hand)
         positions = tl.zeros([BLOCK], tl.int32)
         for begin in range(start, stop, BLOCK):
-            _, is_free = _free_positions(pins, first, begin + tl.arange(0, BLOCK), stop, num_ring)
+            _, is_free = _free_positions(x, first, begin + tl.arange(0, BLOCK), stop)
             positions += is_free
-        tl.store(found + program, tl.sum(positions))
+        tl.store(x.found + program, tl.sum(positions))
 
 
 @triton.jit
 def _list_found(
-    is_missing,
-    num_words,
-    words_per_program,
-    pins,
-    num_ring,
-    positions_per_program,
-    hand,
-    found,
-    word_programs,
-    rows,
-    slots,
-    counts,
+    x,
+    moves,
     PROGRAMS: tl.constexpr,
     ALL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -265,22 +251,22 @@ def _list_found(
 ):
     program = tl.program_id(0)
     others = tl.arange(0, ALL)
-    of_others = tl.load(found + others, mask=others < PROGRAMS, other=0)
-    is_of_words = others < word_programs
+    of_others = tl.load(x.found + others, mask=others < PROGRAMS, other=0)
+    is_of_words = others < x.word_programs
     needed = tl.sum(tl.where(is_of_words, of_others, 0))
     if program == 0:
         free = tl.sum(tl.where(is_of_words, 0, of_others))
-        tl.store(counts + _FETCHED, tl.minimum(needed, free))
-        tl.store(counts + _LACKING, tl.maximum(needed - free, 0))
+        tl.store(moves.counts + _FETCHED, tl.minimum(needed, free))
+        tl.store(moves.counts + _LACKING, tl.maximum(needed - free, 0))
     before = tl.sum(tl.where(others < program, of_others, 0))
-    if program < word_programs:
-        start = program * words_per_program
-        stop = tl.minimum(start + words_per_program, num_words)
-        position, end = before, before + tl.load(found + program)
+    if program < x.word_programs:
+        start = program * x.words_per_program
+        stop = tl.minimum(start + x.words_per_program, x.num_words)
+        position, end = before, before + tl.load(x.found + program)
         # Behind its last row, a program has nothing more to list.
         while (start < stop) & (position < end):
             index = start + tl.arange(0, BLOCK_WORDS)
-            word = _words(is_missing, index, stop)
+            word = _words(x, index, stop)
             in_word = _num_bits(word)
             in_words = tl.sum(in_word)
             if in_words > 0:
@@ -290,77 +276,52 @@ def _list_found(
                 lower = word[:, None] & ((one << bit) - 1)
                 earlier = position + tl.cumsum(in_word, 0) - in_word
                 row = index[:, None] * 32 + bit.to(tl.int32)
-                tl.store(rows + earlier[:, None] + _num_bits(lower), row, mask=is_set)
-                tl.store(is_missing + index, tl.zeros([BLOCK_WORDS], tl.int32), mask=index < stop)
+                tl.store(moves.rows + earlier[:, None] + _num_bits(lower), row, mask=is_set)
+                tl.store(x.is_missing + index, tl.zeros([BLOCK_WORDS], tl.int32), mask=index < stop)
                 position += in_words
             start += BLOCK_WORDS
     else:
-        start = (program - word_programs) * positions_per_program
-        stop = tl.minimum(start + positions_per_program, num_ring)
+        start = (program - x.word_programs) * x.positions_per_program
+        stop = tl.minimum(start + x.positions_per_program, x.num_ring)
         position = before - needed
-        first = tl.load(hand)
+        first = tl.load(x.hand)
         while (start < stop) & (position < needed):
             index = start + tl.arange(0, BLOCK)
-            of_ring, is_free = _free_positions(pins, first, index, stop, num_ring)
+            of_ring, is_free = _free_positions(x, first, index, stop)
             number = position + tl.cumsum(is_free, 0) - is_free
             is_taken = (is_free > 0) & (number < needed)
-            tl.store(slots + number, of_ring, mask=is_taken)
+            tl.store(moves.slots + number, of_ring, mask=is_taken)
             # The hand follows the last one taken; all others still read it.
-            after = tl.where(of_ring + 1 == num_ring, 0, of_ring + 1)
-            next_hand = hand + 1 + tl.zeros([BLOCK], tl.int32)
+            after = tl.where(of_ring + 1 == x.num_ring, 0, of_ring + 1)
+            next_hand = x.hand + 1 + tl.zeros([BLOCK], tl.int32)
             tl.store(next_hand, after, mask=is_taken & (number == needed - 1))
             position += tl.sum(is_free)
             start += BLOCK
 
 
 @triton.jit
-def _take_slots(
-    rows,
-    slots,
-    returned,
-    counts,
-    hand,
-    slot_of_row,
-    row_of_slot,
-    is_changed,
-    num_fixed,
-    BLOCK: tl.constexpr,
-):
+def _take_slots(moves, hand, of_map, row_of_slot, is_changed, BLOCK: tl.constexpr):
     if tl.program_id(0) == 0:
         tl.store(hand, tl.load(hand + 1))
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = index < tl.load(counts + _FETCHED)
-    row = tl.load(rows + index, mask=exists, other=0)
-    position = tl.load(slots + index, mask=exists, other=0)
-    slot = position + num_fixed
+    exists = index < tl.load(moves.counts + _FETCHED)
+    row = tl.load(moves.rows + index, mask=exists, other=0)
+    position = tl.load(moves.slots + index, mask=exists, other=0)
+    slot = position + of_map.num_fixed
     # No row that leaves is one that enters: those are not on the device.
     leaving = tl.load(row_of_slot + slot, mask=exists, other=0)
     returns = exists & (tl.load(is_changed + position, mask=exists, other=0) != 0)
-    tl.store(slot_of_row + leaving, -1, mask=exists)
-    tl.store(slot_of_row + row, slot, mask=exists)
+    tl.store(of_map.slot_of_row + leaving, -1, mask=exists)
+    tl.store(of_map.slot_of_row + row, slot, mask=exists)
     tl.store(row_of_slot + slot, row, mask=exists)
     tl.store(is_changed + position, 0, mask=exists)
-    tl.store(slots + index, slot, mask=exists)
-    tl.store(returned + index, tl.where(returns, leaving, -1), mask=exists)
-    tl.atomic_add(counts + _RETURNED, tl.sum(returns.to(tl.int32)), sem="relaxed")
+    tl.store(moves.slots + index, slot, mask=exists)
+    tl.store(moves.returned + index, tl.where(returns, leaving, -1), mask=exists)
+    tl.atomic_add(moves.counts + _RETURNED, tl.sum(returns.to(tl.int32)), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["count", "pin"])
-def _to_slots(
-    ids,
-    positions,
-    first,
-    end,
-    offset,
-    count,
-    slot_of_row,
-    pins,
-    num_fixed,
-    pin,
-    BLOCK: tl.constexpr,
-):
-    position, exists, _, _, slot = _slots_of(
-        ids, positions, first, end, offset, count, slot_of_row, BLOCK
-    )
-    _pin(pins, slot, num_fixed, pin)
-    tl.store(ids + position, slot.to(ids.dtype.element_ty), mask=exists)
+def _to_slots(x, count, of_map, pin, BLOCK: tl.constexpr):
+    position, exists, _, _, slot = _slots_of(x, count, of_map, BLOCK)
+    _pin(of_map, slot, pin)
+    tl.store(x.ids + position, slot.to(x.ids.dtype.element_ty), mask=exists)

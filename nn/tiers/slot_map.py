@@ -7,6 +7,7 @@ are a ring: a row that is missing takes the next slot from which no live batch r
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +30,7 @@ class Moves:
     returned_slots: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceMoves:
+class DeviceMoves(NamedTuple):
     """The same where the host does not know how many rows move; all int32, and as long as the ids of a batch at least."""
 
     rows: Tensor  # that enter, in ascending order

@@ -79,6 +79,7 @@ def run() -> None:
     from nn.ops.triton.row_sums import FLOAT32_P, SUMS, _row_sums, _sum_of_rows
     from nn.ops.triton.served_lookup import _cold_rows, _served_lookup
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
+    from nn.tiers.slot_map import DeviceMoves
 
     of_update = {"factors": "*fp32", "num_rows": "*i64", "listed": Listed("*i32", "*i32", "*fp32")}
     untracked = dict.fromkeys(("touched", "touched_start"))
@@ -160,7 +161,7 @@ def run() -> None:
     for dtype in ("*fp32", "*bf16"):
         rows = dict.fromkeys(("source", "target"), dtype)
         build(_copy_rows, rows, ROWS=8, BLOCK_D=128)
-        moves = dict.fromkeys(("rows", "slots", "returned"), "*i32")
+        moves = dict.fromkeys(("rows", "slots", "returned"), "*i32") | {"moves": DeviceMoves}
         strides = dict.fromkeys(("host_stride", "arena_stride", "width"), "i32")
         pointers = dict.fromkeys(("host", "arena"), dtype)
         build(_exchange_rows, moves | strides | pointers, ROWS=8, BLOCK_D=128)
@@ -381,6 +382,7 @@ def build_fp8() -> None:
 def build_mapping(ids: str) -> None:
     """Compile the kernels of `nn.tiers.slot_kernels`."""
     from nn.tiers import slot_kernels as kernels
+    from nn.tiers.slot_map import DeviceMoves
 
     names = ("first", "end", "offset", "slot_of_row", "row_of_slot", "is_missing", "counts", "hand")
     names += ("found", "rows", "slots", "returned")
@@ -388,12 +390,14 @@ def build_mapping(ids: str) -> None:
     pointers = (
         dict.fromkeys(names, "*i32") | bytes_ | {"ids": ids, "positions": "*i64", "count": "i32"}
     )
+    pointers |= {"x": kernels._Ids, "of_map": kernels._Map, "moves": DeviceMoves}
     block = {"BLOCK": kernels.BLOCK}
     for kernel in (kernels._find_missing, kernels._to_slots):
         build(kernel, pointers, **block)
     if ids == "*i32":
         build(kernels._release, pointers, NUM_COUNTS=kernels.NUM_COUNTS, **block)
         build(kernels._take_slots, pointers, **block)
+        pointers["x"] = kernels._Search
         build(kernels._count_found, pointers, **block)
         block["BLOCK_WORDS"] = kernels.BLOCK_WORDS
         build(kernels._list_found, pointers, PROGRAMS=3000, ALL=4096, **block)
