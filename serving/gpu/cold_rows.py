@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nn.ops.triton.served_lookup import _cold_rows
 from serving.gpu.tables import DeviceTable, all_places
-from serving.gpu.vectors import Vector
+from serving.gpu.vectors import Vector, on_device
 
 PROGRAMS = 12
 ELEMENTS_PER_PROGRAM = 16_384
@@ -41,17 +41,11 @@ class ColdRows:
         dtype = torch.int32 if sum(sizes) < torch.iinfo(torch.int32).max else torch.int64
         self._last_key = torch.iinfo(dtype).max
 
-        def numbers(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=base.device)
-
-        self._first_ids = numbers([vector.first_id for vector in vectors])
+        x = self._vectors = on_device(vectors, base.device)
+        self._first_ids, self._first_places = x.first_id[:, None], x.place_offset[:, None]
+        self._hot_rows, self._table_rows = x.hot_rows.int()[:, None], x.table_rows[:, None]
         self._id_stride = vectors[0].id_stride
-        self._hot_rows = numbers([vector.hot_rows for vector in vectors], torch.int32)[:, None]
-        self._table_rows = numbers(sizes)[:, None]
-        self._first_keys = numbers(firsts, dtype)[:, None]
-        self._first_places = numbers([vector.place_offset for vector in vectors])[:, None]
-        names = ("cold_offset", "scale_offset", "columns", "out_column")
-        self._arguments = [numbers([getattr(v, name) for v in vectors]) for name in names]
+        self._first_keys = torch.tensor(firsts, dtype=dtype, device=base.device)[:, None]
         self._width = triton.next_power_of_2(max(vector.columns for vector in vectors))
         starts = [(v.cold_offset, v.columns, v.out_column) for v in vectors]
         self._align = gcd(16, *(number for row in starts for number in row))
@@ -59,7 +53,7 @@ class ColdRows:
     def fetch(self, block: Tensor, out: Tensor) -> None:
         """Write the rows of a block's ids that are cold to `out`, [P, T]."""
         samples = torch.arange(self._num_rows, device=block.device) * self._id_stride
-        ids = block[self._first_ids[:, None] + samples]
+        ids = block[self._first_ids + samples]
         # Ids beyond a table would be read as keys of the next one, or from other memory.
         is_row = (ids >= 0) & (ids < self._table_rows)
         places = self._places[self._first_places + torch.where(is_row, ids, 0)]
@@ -73,8 +67,8 @@ class ColdRows:
             order,
             is_cold.sum(),
             out,
+            self._vectors,
             self._first_keys,
-            *self._arguments,
             self._num_rows,
             out.stride(0),
             HAS_SCALES=self._scales is not None,

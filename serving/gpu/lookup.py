@@ -1,7 +1,6 @@
 """Lookup of the tables of a served model for one size of batch: launches of `nn.ops.triton.served_lookup`."""
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from math import gcd
 
 import torch
@@ -12,7 +11,7 @@ from nn.ops.triton.served_lookup import _served_lookup
 from serving.gpu.cold_rows import ColdRows
 from serving.gpu.inputs import InputLayout
 from serving.gpu.tables import DeviceTable, all_places
-from serving.gpu.vectors import Vector, vectors_of
+from serving.gpu.vectors import Vector, on_device, vectors_of
 from serving.manifest import Manifest
 
 ELEMENTS_PER_PROGRAM = 4096
@@ -59,25 +58,24 @@ class _WidthClass:
         self._has_cold = any(table.cold is not None for table in tables)
         self._places = all_places(tables)
         self._has_ragged = any(vector.first_start >= 0 for vector in vectors)
-        columns = [*zip(*map(astuple, vectors), strict=True)]
-        columns.append(tuple(int(vector in fetched) for vector in vectors))
-        self._arguments = [
-            torch.tensor(column, dtype=torch.int64, device=self._base.device) for column in columns
-        ]
+        self._vectors = on_device(vectors, self._base.device)
+        are_fetched = [int(vector in fetched) for vector in vectors]
+        self._are_fetched = torch.tensor(are_fetched, device=self._base.device)
         numbers = [(v.hot_offset, v.cold_offset, v.columns, v.out_column) for v in vectors]
         self._align = gcd(16, *(number for row in numbers for number in row))
 
     def look_up(self, block: Tensor, out: Tensor, num_rows: int) -> None:
         fewest, most = SAMPLES_PER_PROGRAM
         samples = min(max(ELEMENTS_PER_PROGRAM // self._width, fewest), most)
-        grid = (triton.cdiv(num_rows, samples), len(self._arguments[0]))
+        grid = (triton.cdiv(num_rows, samples), len(self._are_fetched))
         _served_lookup[grid](
             self._base,
             self._scales,
             self._places,
             block,
             out,
-            *self._arguments,
+            self._vectors,
+            self._are_fetched,
             num_rows,
             out.stride(0),
             HAS_COLD=self._has_cold,

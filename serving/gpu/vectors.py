@@ -1,7 +1,9 @@
 """Vectors of a lookup: where their rows and ids lie, and where they go."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
 
 from nn.ops.addresses import elements_between
 from serving.gpu.inputs import InputLayout
@@ -9,9 +11,8 @@ from serving.gpu.tables import DeviceTable
 from serving.manifest import Manifest
 
 
-@dataclass(frozen=True, slots=True)
-class Vector:
-    """The arguments of a vector, in the kernel's order."""
+class Vector(NamedTuple):
+    """What the kernels take of a vector; they find the fields by name."""
 
     hot_offset: int  # of the first row from the base, in elements
     cold_offset: int  # likewise of row 0, as if the cold rows began with it
@@ -69,3 +70,9 @@ def vectors_of(
                 vectors.append(Vector(*row, table.declared.rows))
                 out_column += columns
     return vectors
+
+
+def on_device(vectors: Sequence[Vector], device: torch.device) -> Any:
+    """Return a `Vector` for kernels: each field is that of all vectors, int64 [V]."""
+    columns = [torch.tensor(c, device=device) for c in zip(*vectors, strict=True)]
+    return Vector(*columns)

@@ -11,11 +11,7 @@ KERNELS = {
     "nn.ops.triton.embedding_bag._pooled_lookup",
     "nn.ops.triton.served_lookup._served_lookup",
     "nn.ops.triton.embedding_bag._segment_update",
-    "nn.ops.triton.hstu_attention._forward",
-    "nn.ops.triton.hstu_attention._of_keys",
-    "nn.ops.triton.hstu_attention._of_queries",
     "nn.ops.triton.target_attention._backward",
-    "nn.tiers.slot_kernels._list_found",
     "preproc.criteo.tokenizer.parse_lines",
 }
 

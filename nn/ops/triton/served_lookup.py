@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 # B: samples, D: columns of a table, T: columns of all lookups
+# `vectors`: `serving.gpu.vectors.Vector` with a tensor for each of its fields, which has a number per vector
 
 
 @triton.jit
@@ -19,19 +20,7 @@ def _served_lookup(
     places,
     ids,
     out,
-    hot_offset,
-    cold_offset,
-    hot_rows,
-    scale_offset,
-    place_offset,
-    columns,
-    is_mean,
-    first_id,
-    id_stride,
-    num_ids,
-    first_start,
-    out_column,
-    table_rows,
+    vectors,
     is_fetched,
     num_samples,
     out_stride,
@@ -44,27 +33,29 @@ def _served_lookup(
 ):
     # A program computes one vector of some samples. A lookup without pooling has several vectors, of one id each.
     vector = tl.program_id(1)
-    width = tl.multiple_of(tl.load(columns + vector), ALIGN)
-    hot = tl.multiple_of(tl.load(hot_offset + vector), ALIGN)
+    width = tl.multiple_of(tl.load(vectors.columns + vector), ALIGN)
+    hot = tl.multiple_of(tl.load(vectors.hot_offset + vector), ALIGN)
     sample = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_batch = sample < num_samples
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = in_batch[:, None] & (column < width)
-    first = tl.load(first_id + vector) + sample.to(tl.int64) * tl.load(id_stride + vector)
-    length = tl.where(in_batch, tl.load(num_ids + vector), 0)
+    first = tl.load(vectors.first_id + vector) + sample.to(tl.int64) * tl.load(
+        vectors.id_stride + vector
+    )
+    length = tl.where(in_batch, tl.load(vectors.num_ids + vector), 0)
     if HAS_RAGGED:
-        starts = tl.load(first_start + vector)
+        starts = tl.load(vectors.first_start + vector)
         is_ragged = in_batch & (starts >= 0)
         begin = tl.load(ids + starts + sample, mask=is_ragged, other=0)
         end = tl.load(ids + starts + sample + 1, mask=is_ragged, other=0)
-        first = tl.where(is_ragged, tl.load(first_id + vector) + begin, first)
+        first = tl.where(is_ragged, tl.load(vectors.first_id + vector) + begin, first)
         length = tl.where(is_ragged, end - begin, length)
     if HAS_COLD:
-        cold = tl.multiple_of(tl.load(cold_offset + vector), ALIGN)
-        rows_here = tl.load(hot_rows + vector)
+        cold = tl.multiple_of(tl.load(vectors.cold_offset + vector), ALIGN)
+        rows_here = tl.load(vectors.hot_rows + vector)
         is_complete = tl.load(is_fetched + vector) == 0
-        first_place = tl.load(place_offset + vector)
-    rows_in_all = tl.load(table_rows + vector)
+        first_place = tl.load(vectors.place_offset + vector)
+    rows_in_all = tl.load(vectors.table_rows + vector)
     total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
     for k in range(tl.max(length, 0)):
         is_id = k < length
@@ -84,12 +75,14 @@ def _served_lookup(
         pointer = weights + offset[:, None] + column
         values = tl.load(pointer, mask=is_id[:, None] & inside, other=0.0).to(tl.float32)
         if HAS_SCALES:
-            scale = tl.load(scales + tl.load(scale_offset + vector) + row, mask=is_id, other=0.0)
+            scale = tl.load(
+                scales + tl.load(vectors.scale_offset + vector) + row, mask=is_id, other=0.0
+            )
             values *= scale[:, None]
         total += values
-    divisor = tl.where(tl.load(is_mean + vector) > 0, tl.maximum(length, 1), 1)
+    divisor = tl.where(tl.load(vectors.is_mean + vector) > 0, tl.maximum(length, 1), 1)
     total /= divisor[:, None].to(tl.float32)
-    first_column = tl.multiple_of(tl.load(out_column + vector), ALIGN)
+    first_column = tl.multiple_of(tl.load(vectors.out_column + vector), ALIGN)
     pointer = out + (sample.to(tl.int64) * out_stride)[:, None] + first_column + column
     tl.store(pointer, total.to(out.dtype.element_ty), mask=inside)
 
@@ -102,11 +95,8 @@ def _cold_rows(
     order,
     counts,
     out,
+    vectors,
     first_key,
-    cold_offset,
-    scale_offset,
-    columns,
-    out_column,
     num_samples,
     out_stride,
     HAS_SCALES: tl.constexpr,
@@ -124,14 +114,14 @@ def _cold_rows(
         sample = position - vector * num_samples
         row = tl.load(keys + index, mask=exists, other=0) - tl.load(first_key + vector)
         row = row.to(tl.int64)
-        width = tl.multiple_of(tl.load(columns + vector), ALIGN)
-        offset = row * width + tl.multiple_of(tl.load(cold_offset + vector), ALIGN)
+        width = tl.multiple_of(tl.load(vectors.columns + vector), ALIGN)
+        offset = row * width + tl.multiple_of(tl.load(vectors.cold_offset + vector), ALIGN)
         inside = exists[:, None] & (column < width[:, None])
         values = tl.load(weights + offset[:, None] + column, mask=inside, other=0.0).to(tl.float32)
         if HAS_SCALES:
-            scale_index = tl.load(scale_offset + vector) + row
+            scale_index = tl.load(vectors.scale_offset + vector) + row
             scale = tl.load(scales + scale_index, mask=exists, other=0.0)
             values *= scale[:, None]
-        first_column = tl.multiple_of(tl.load(out_column + vector), ALIGN)
+        first_column = tl.multiple_of(tl.load(vectors.out_column + vector), ALIGN)
         target = sample * out_stride + first_column
         tl.store(out + target[:, None] + column, values.to(out.dtype.element_ty), mask=inside)

@@ -80,6 +80,7 @@ def run() -> None:
     from nn.ops.triton.served_lookup import _cold_rows, _served_lookup
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
     from nn.tiers.slot_map import DeviceMoves
+    from serving.gpu.vectors import Vector
 
     of_update = {"factors": "*fp32", "num_rows": "*i64", "listed": Listed("*i32", "*i32", "*fp32")}
     untracked = dict.fromkeys(("touched", "touched_start"))
@@ -147,17 +148,14 @@ def run() -> None:
                 BLOCK=32,
                 BLOCK_D=128,
             )
-    names = _served_lookup.arg_names
-    positions = names[names.index("hot_offset") : names.index("num_samples")]
-    of_rows = dict.fromkeys(_cold_rows.arg_names[6:11], "*i64")
+    numbers = dict.fromkeys((*Vector._fields, "is_fetched", "first_key", "order"), "*i64")
     for weights, is_complete in (("*i8", False), ("*bf16", True)):
         kind = dict.fromkeys(["HAS_COLD", "HAS_RAGGED"], not is_complete)
-        dtypes = {"weights": weights, "scales": "*fp32", "places": "*i32"}
+        dtypes = {"weights": weights, "scales": "*fp32", "places": "*i32", "vectors": Vector}
         scaled = {"HAS_SCALES": not is_complete, "ALIGN": 16, "BLOCK_D": 128}
-        numbers = dict.fromkeys(positions, "*i64")
         build(_served_lookup, dtypes | numbers, BLOCK=32, **kind, **scaled)
-        numbers = of_rows | {"order": "*i64", "counts": "*i64"}
-        build(_cold_rows, dtypes | numbers, ROWS=128, num_warps=32, **scaled)
+        dtypes |= numbers | {"counts": "*i64"}
+        build(_cold_rows, dtypes, ROWS=128, num_warps=32, **scaled)
     for dtype in ("*fp32", "*bf16"):
         rows = dict.fromkeys(("source", "target"), dtype)
         build(_copy_rows, rows, ROWS=8, BLOCK_D=128)
