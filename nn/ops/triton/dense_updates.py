@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from nn.ops.triton.parameters import ALIGN, NUM_WARPS, TensorBlocks, block_of, is_there
+from nn.ops.triton.parameters import ALIGN, NUM_WARPS, Blocks, block_of, blocks_of, is_there
 
 
 class _Fused(torch.optim.Optimizer):
@@ -31,7 +31,7 @@ class _Fused(torch.optim.Optimizer):
         first = self._parameters[0]
         self.found_inf: Tensor | None = None
         self._zero, self._rate = first.new_zeros(1), first.new_zeros(1)
-        self._found: tuple[list[int], TensorBlocks] | None = None
+        self._found: tuple[list[int], Blocks] | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -44,33 +44,22 @@ class _Fused(torch.optim.Optimizer):
         found_inf = self._zero if self.found_inf is None else self.found_inf
         gradients = [weight.grad for weight in self._parameters]
         blocks, (kernel, states, further) = self._blocks(gradients), self._kernel()
-        num_blocks = blocks.table.shape[1]
-        kernel[(num_blocks,)](
-            self._parameters[0].detach(),
-            gradients[0],
-            *states,
-            blocks.table,
-            num_blocks,
-            blocks.num_aligned,
-            rate,
-            found_inf,
-            *further,
-            ALIGN=ALIGN,
-            num_warps=NUM_WARPS,
-        )
+        tensors = self._parameters[0].detach(), gradients[0], *states
+        arguments = tensors, blocks, rate, found_inf, *further
+        kernel[(blocks.num_blocks,)](*arguments, ALIGN=ALIGN, num_warps=NUM_WARPS)
 
-    def _blocks(self, gradients: list[Tensor]) -> TensorBlocks:
+    def _blocks(self, gradients: list[Tensor]) -> Blocks:
         addresses = [gradient.data_ptr() for gradient in gradients]
         if self._found is None or self._found[0] != addresses:
             weights = [weight.detach() for weight in self._parameters]
-            self._found = addresses, TensorBlocks([weights, gradients, *self._states()])
+            self._found = addresses, blocks_of([weights, gradients, *self._states()])
         return self._found[1]
 
     def _states(self) -> list[list[Tensor]]:
         return []
 
-    def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[float, ...]]:
-        """Return the kernel, its arguments behind weights and gradients, and its last ones."""
+    def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[Any, ...]]:
+        """Return the kernel, its tensors behind weights and gradients, and its last arguments."""
         raise NotImplementedError
 
 
@@ -83,7 +72,7 @@ class FusedSGD(_Fused):
     def __init__(self, params: Iterable[nn.Parameter], lr: float | Tensor = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
 
-    def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[float, ...]]:
+    def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[Any, ...]]:
         return _dense_sgd, (), ()
 
 
@@ -104,9 +93,9 @@ class FusedAdagrad(_Fused):
     def _states(self) -> list[list[Tensor]]:
         return [[self.state[weight]["sum"] for weight in self._parameters]]
 
-    def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[float, ...]]:
+    def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[Any, ...]]:
         first = self.state[self._parameters[0]]["sum"]
-        return _dense_adagrad, (first, self._steps), (self.param_groups[0]["eps"],)
+        return _dense_adagrad, (first,), (self._steps, self.param_groups[0]["eps"])
 
 
 class FusedAdam(_Fused):
@@ -139,67 +128,51 @@ class FusedAdam(_Fused):
         names = "exp_avg", "exp_avg_sq"
         return [[self.state[weight][name] for weight in self._parameters] for name in names]
 
-    def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[float, ...]]:
+    def _kernel(self) -> tuple[Any, tuple[Tensor, ...], tuple[Any, ...]]:
         group, first = self.param_groups[0], self.state[self._parameters[0]]
         rests = [1 - beta for beta in group["betas"]]
         logarithms = [math.log(beta) if beta else -math.inf for beta in group["betas"]]
-        states = first["exp_avg"], first["exp_avg_sq"], self._steps
-        return _dense_adam, states, (*rests, *logarithms, group["eps"], group["weight_decay"])
+        numbers = *rests, *logarithms, group["eps"], group["weight_decay"]
+        return _dense_adam, (first["exp_avg"], first["exp_avg_sq"]), (self._steps, numbers)
 
 
 @triton.jit
-def _dense_sgd(
-    weights, gradients, blocks, num_blocks, num_aligned, rate, found_inf, ALIGN: tl.constexpr
-):
+def _dense_sgd(tensors, blocks, rate, found_inf, ALIGN: tl.constexpr):
     if tl.load(found_inf) != 0:
         return
-    if tl.program_id(0) < num_aligned:
-        _sgd_block(weights, gradients, blocks, num_blocks, rate, ALIGN)
+    if tl.program_id(0) < blocks.num_aligned:
+        _sgd_block(tensors, blocks, rate, ALIGN)
     else:
-        _sgd_block(weights, gradients, blocks, num_blocks, rate, 1)
+        _sgd_block(tensors, blocks, rate, 1)
 
 
 @triton.jit
-def _sgd_block(weights, gradients, blocks, num_blocks, rate, ALIGN: tl.constexpr):
-    weight_at = block_of(weights, 0, blocks, num_blocks, ALIGN)
-    gradient_at = block_of(gradients, 1, blocks, num_blocks, ALIGN)
-    inside = is_there(2, blocks, num_blocks, ALIGN)
+def _sgd_block(tensors, blocks, rate, ALIGN: tl.constexpr):
+    weight_at = block_of(tensors, 0, blocks, ALIGN)
+    gradient_at = block_of(tensors, 1, blocks, ALIGN)
+    inside = is_there(2, blocks, ALIGN)
     gradient = tl.load(gradient_at, mask=inside, other=0.0)
     weight = tl.load(weight_at, mask=inside, other=0.0)
     tl.store(weight_at, weight - tl.load(rate) * gradient, mask=inside)
 
 
 @triton.jit
-def _dense_adagrad(
-    weights,
-    gradients,
-    sums,
-    steps,
-    blocks,
-    num_blocks,
-    num_aligned,
-    rate,
-    found_inf,
-    eps,
-    ALIGN: tl.constexpr,
-):
+def _dense_adagrad(tensors, blocks, rate, found_inf, steps, eps, ALIGN: tl.constexpr):
     if tl.load(found_inf) != 0:
         return
-    if tl.program_id(0) < num_aligned:
-        _adagrad_block(weights, gradients, sums, steps, blocks, num_blocks, rate, eps, ALIGN)
+    if tl.program_id(0) < blocks.num_aligned:
+        _adagrad_block(tensors, blocks, rate, steps, eps, ALIGN)
     else:
-        _adagrad_block(weights, gradients, sums, steps, blocks, num_blocks, rate, eps, 1)
+        _adagrad_block(tensors, blocks, rate, steps, eps, 1)
 
 
 @triton.jit
-def _adagrad_block(
-    weights, gradients, sums, steps, blocks, num_blocks, rate, eps, ALIGN: tl.constexpr
-):
-    weight_at = block_of(weights, 0, blocks, num_blocks, ALIGN)
-    gradient_at = block_of(gradients, 1, blocks, num_blocks, ALIGN)
-    sum_at = block_of(sums, 2, blocks, num_blocks, ALIGN)
-    inside = is_there(3, blocks, num_blocks, ALIGN)
-    begins = tl.load(blocks + tl.program_id(0) + 4 * num_blocks)
+def _adagrad_block(tensors, blocks, rate, steps, eps, ALIGN: tl.constexpr):
+    weight_at = block_of(tensors, 0, blocks, ALIGN)
+    gradient_at = block_of(tensors, 1, blocks, ALIGN)
+    sum_at = block_of(tensors, 2, blocks, ALIGN)
+    inside = is_there(3, blocks, ALIGN)
+    begins = tl.load(blocks.table + tl.program_id(0) + 4 * blocks.num_blocks)
     if begins >= 0:
         # The first block of a parameter counts its updates.
         tl.store(steps + begins, tl.load(steps + begins) + 1)
@@ -212,49 +185,31 @@ def _adagrad_block(
 
 
 @triton.jit
-def _dense_adam(
-    weights,
-    gradients,
-    means,
-    squares,
-    steps,
-    blocks,
-    num_blocks,
-    num_aligned,
-    rate,
-    found_inf,
-    rest1,
-    rest2,
-    log_beta1,
-    log_beta2,
-    eps,
-    decay,
-    ALIGN: tl.constexpr,
-):
+def _dense_adam(tensors, blocks, rate, found_inf, steps, numbers, ALIGN: tl.constexpr):
     if tl.load(found_inf) != 0:
         return
-    at = tl.load(blocks + 5 * num_blocks + tl.program_id(0))
+    rest1, rest2, log_beta1, log_beta2, eps, decay = numbers
+    at = tl.load(blocks.table + 5 * blocks.num_blocks + tl.program_id(0))
     # In double: 1 - 0.999 keeps four digits only in single precision.
     count = tl.load(steps + tl.where(at < 0, -1 - at, at)).to(tl.float64)
     size = tl.load(rate) / (1 - tl.exp(count * log_beta1)).to(tl.float32)
     root = tl.sqrt_rn((1 - tl.exp(count * log_beta2)).to(tl.float32))
     kept = 1 - tl.load(rate) * decay
-    tensors = weights, gradients, means, squares
     numbers = rest1, rest2, size, root, eps, kept
-    if tl.program_id(0) < num_aligned:
-        _adam_block(tensors, blocks, num_blocks, numbers, ALIGN)
+    if tl.program_id(0) < blocks.num_aligned:
+        _adam_block(tensors, blocks, numbers, ALIGN)
     else:
-        _adam_block(tensors, blocks, num_blocks, numbers, 1)
+        _adam_block(tensors, blocks, numbers, 1)
 
 
 @triton.jit
-def _adam_block(tensors, blocks, num_blocks, numbers, ALIGN: tl.constexpr):
+def _adam_block(tensors, blocks, numbers, ALIGN: tl.constexpr):
     rest1, rest2, size, root, eps, kept = numbers
-    weight_at = block_of(tensors[0], 0, blocks, num_blocks, ALIGN)
-    gradient_at = block_of(tensors[1], 1, blocks, num_blocks, ALIGN)
-    mean_at = block_of(tensors[2], 2, blocks, num_blocks, ALIGN)
-    square_at = block_of(tensors[3], 3, blocks, num_blocks, ALIGN)
-    inside = is_there(4, blocks, num_blocks, ALIGN)
+    weight_at = block_of(tensors, 0, blocks, ALIGN)
+    gradient_at = block_of(tensors, 1, blocks, ALIGN)
+    mean_at = block_of(tensors, 2, blocks, ALIGN)
+    square_at = block_of(tensors, 3, blocks, ALIGN)
+    inside = is_there(4, blocks, ALIGN)
     gradient = tl.load(gradient_at, mask=inside, other=0.0)
     mean = tl.load(mean_at, mask=inside, other=0.0)
     mean += rest1 * (gradient - mean)

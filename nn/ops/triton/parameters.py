@@ -5,6 +5,7 @@ The 65,536 elements that torch's `foreach` gives a program leave most of a GPU i
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,36 +22,37 @@ ALIGNMENT = 128
 """Elements; matrix products are fastest where matrices begin at such offsets."""
 
 
-class TensorBlocks:
+class Blocks(NamedTuple):
     """Blocks of tensors, of which several columns belong together, such as weights and their gradients.
 
-    `columns`: tensors per argument of the kernel, contiguous; the n-th ones of all columns have the same number of
-    elements. `table`: per block the offset from the first tensor of each column, the number of elements, and the tensor
-    n that begins there, or -1 - n of one that began before; int64 [columns + 2, blocks]. `num_aligned`: blocks whose offsets
-    and sizes are multiples of `ALIGN`. They come first: a block that begins or ends between two vectors of a thread's
-    registers is read number by number, and would slow down all others.
+    `table`: per block the offset from the first tensor of each column, the number of elements, and the tensor n that begins
+    there, or -1 - n of one that began before; int64 [columns + 2, blocks]. `num_aligned`: blocks whose offsets and sizes are
+    multiples of `ALIGN`. They come first: a block that begins or ends between two vectors of a thread's registers is read
+    number by number, and would slow down all others.
     """
 
-    def __init__(self, columns: Sequence[Sequence[Tensor]]) -> None:
-        assert all(values.is_contiguous() for column in columns for values in column)
-        sizes = [values.numel() for values in columns[0]]
-        offsets = zip(
-            *([elements_between(column[0], tensor) for tensor in column] for column in columns),
-            strict=True,
-        )
-        most = BLOCK.value
-        rows: list[tuple[int, ...]] = [
-            (
-                *(start + begin for start in starts),
-                min(size - begin, most),
-                ~index if begin else index,
-            )
-            for index, (starts, size) in enumerate(zip(offsets, sizes, strict=True))
-            for begin in range(0, size, most)
-        ]
-        rows.sort(key=lambda row: not _is_aligned(row))
-        self.table = torch.tensor(rows, dtype=torch.int64).t().contiguous().to(columns[0][0].device)
-        self.num_aligned = sum(map(_is_aligned, rows))
+    table: Tensor
+    num_blocks: int
+    num_aligned: int
+
+
+def blocks_of(columns: Sequence[Sequence[Tensor]]) -> Blocks:
+    """Return the blocks of contiguous tensors, a column per argument of the kernel; the n-th ones of all are equally long."""
+    assert all(values.is_contiguous() for column in columns for values in column)
+    sizes = [values.numel() for values in columns[0]]
+    offsets = zip(
+        *([elements_between(column[0], tensor) for tensor in column] for column in columns),
+        strict=True,
+    )
+    most = BLOCK.value
+    rows: list[tuple[int, ...]] = [
+        (*(start + begin for start in starts), min(size - begin, most), ~index if begin else index)
+        for index, (starts, size) in enumerate(zip(offsets, sizes, strict=True))
+        for begin in range(0, size, most)
+    ]
+    rows.sort(key=lambda row: not _is_aligned(row))
+    table = torch.tensor(rows, dtype=torch.int64).t().contiguous().to(columns[0][0].device)
+    return Blocks(table, len(rows), sum(map(_is_aligned, rows)))
 
 
 def _is_aligned(row: tuple[int, ...]) -> bool:
@@ -58,7 +60,7 @@ def _is_aligned(row: tuple[int, ...]) -> bool:
     return all(value % ALIGN == 0 for value in row[:-1])
 
 
-_found: dict[tuple[tuple[int, int], ...], TensorBlocks] = {}
+_found: dict[tuple[tuple[int, int], ...], Blocks] = {}
 """Blocks of layers, by addresses and sizes of their parameters; a few KiB each. CUDA graphs hold their addresses."""
 
 
@@ -76,39 +78,38 @@ def cast_parameters(dtype: torch.dtype, parameters: Sequence[Tensor]) -> list[Te
     ]
     key = tuple(zip((parameter.data_ptr() for parameter in parameters), sizes, strict=True))
     if key not in _found:
-        _found[key] = TensorBlocks([parameters, copies])
+        _found[key] = blocks_of([parameters, copies])
     blocks = _found[key]
-    num_blocks = blocks.table.shape[1]
-    listed = blocks.table, num_blocks, blocks.num_aligned
-    _cast[(num_blocks,)](parameters[0], memory, *listed, ALIGN=ALIGN, num_warps=NUM_WARPS)
+    tensors = parameters[0], memory
+    _cast[(blocks.num_blocks,)](tensors, blocks, ALIGN=ALIGN, num_warps=NUM_WARPS)
     return copies
 
 
 @triton.jit
-def _cast(source, target, blocks, num_blocks, num_aligned, ALIGN: tl.constexpr):
-    if tl.program_id(0) < num_aligned:
-        _cast_block(source, target, blocks, num_blocks, ALIGN)
+def _cast(tensors, blocks, ALIGN: tl.constexpr):
+    if tl.program_id(0) < blocks.num_aligned:
+        _cast_block(tensors, blocks, ALIGN)
     else:
-        _cast_block(source, target, blocks, num_blocks, 1)
+        _cast_block(tensors, blocks, 1)
 
 
 @triton.jit
-def _cast_block(source, target, blocks, num_blocks, ALIGN: tl.constexpr):
-    inside = is_there(2, blocks, num_blocks, ALIGN)
-    values = tl.load(block_of(source, 0, blocks, num_blocks, ALIGN), mask=inside, other=0.0)
-    target_at = block_of(target, 1, blocks, num_blocks, ALIGN)
-    tl.store(target_at, values.to(target.dtype.element_ty), mask=inside)
+def _cast_block(tensors, blocks, ALIGN: tl.constexpr):
+    inside = is_there(2, blocks, ALIGN)
+    values = tl.load(block_of(tensors, 0, blocks, ALIGN), mask=inside, other=0.0)
+    target_at = block_of(tensors, 1, blocks, ALIGN)
+    tl.store(target_at, values.to(tensors[1].dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def block_of(first, column, blocks, num_blocks, ALIGN: tl.constexpr):
-    """Return where a program's block of a column of `TensorBlocks` lies, whose first tensor is `first`."""
-    start = tl.load(blocks + tl.program_id(0) + column * num_blocks)
-    return first + tl.multiple_of(start, ALIGN) + tl.arange(0, BLOCK)
+def block_of(tensors, column: tl.constexpr, blocks, ALIGN: tl.constexpr):
+    """Return where a program's block of a column lies; `tensors`: the first one of each column."""
+    start = tl.load(blocks.table + tl.program_id(0) + column * blocks.num_blocks)
+    return tensors[column] + tl.multiple_of(start, ALIGN) + tl.arange(0, BLOCK)
 
 
 @triton.jit
-def is_there(num_columns, blocks, num_blocks, ALIGN: tl.constexpr):
+def is_there(num_columns, blocks, ALIGN: tl.constexpr):
     """Return which elements a program's block of so many columns has."""
-    count = tl.load(blocks + tl.program_id(0) + num_columns * num_blocks)
+    count = tl.load(blocks.table + tl.program_id(0) + num_columns * blocks.num_blocks)
     return tl.arange(0, BLOCK) < tl.multiple_of(count, ALIGN)

@@ -75,7 +75,7 @@ def run() -> None:
         _table_update,
     )
     from nn.ops.triton.mlp import _logit_forward, _relu_backward
-    from nn.ops.triton.parameters import ALIGN, _cast
+    from nn.ops.triton.parameters import ALIGN, Blocks, _cast
     from nn.ops.triton.row_sums import FLOAT32_P, SUMS, _row_sums, _sum_of_rows
     from nn.ops.triton.served_lookup import _cold_rows, _served_lookup
     from nn.tiers.row_copy import _copy_rows, _exchange_rows
@@ -119,13 +119,11 @@ def run() -> None:
         for tracking in (untracked, {})
     ]
     print("barriers of row-wise Adagrad:", barriers[0], "and", barriers[1])
-    names = "weights", "gradients", "sums", "means", "squares", "steps", "rate", "found_inf"
-    dtypes = dict.fromkeys(names, "*fp32") | {"blocks": "*i64"}
-    dtypes |= dict.fromkeys(("log_beta1", "log_beta2", "decay"), "fp32")
-    for kernel in (_dense_adagrad, _dense_adam, _dense_sgd):
-        build(kernel, dtypes, ALIGN=ALIGN)
-    dtypes_of_cast = {"source": "*fp32", "target": "*bf16", "blocks": "*i64"}
-    build(_cast, dtypes_of_cast, ALIGN=ALIGN)
+    dtypes = dict.fromkeys(("steps", "rate", "found_inf"), "*fp32")
+    dtypes |= {"blocks": Blocks, "table": "*i64", "eps": "fp32", "numbers": ("fp32",) * 6}
+    for kernel, num_tensors in ((_dense_adagrad, 3), (_dense_adam, 4), (_dense_sgd, 2)):
+        build(kernel, dtypes | {"tensors": ("*fp32",) * num_tensors}, ALIGN=ALIGN)
+    build(_cast, dtypes | {"tensors": ("*fp32", "*bf16")}, ALIGN=ALIGN)
     for branch in (
         {"UPDATE": None, "STATES": ("none", "none")},
         {"UPDATE": adagrad.RULE.kernel, "STATES": ("column", "none")},
