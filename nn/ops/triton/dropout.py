@@ -1,6 +1,6 @@
 """Dropout on a GPU as one kernel that hashes counters instead of reading a mask; see `nn.ops.dropout_mask`."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,6 +16,15 @@ COLUMN: tl.constexpr = tl.constexpr(COLUMN_FACTOR)
 BLOCK_B, BLOCK_C = tl.constexpr(16), tl.constexpr(128)
 
 
+class Counters(NamedTuple):
+    """What the bits of a mask count, beside columns; without samples and offsets a position is a sample."""
+
+    samples: Tensor | None  # of each position
+    offsets: Tensor | None  # of each position in its sample
+    step: Tensor
+    first_row: Tensor
+
+
 def apply_mask(
     x: Tensor, mask: DropoutMask, out: Tensor | None = None, at: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
@@ -28,22 +37,10 @@ def apply_mask(
         out = torch.empty_like(x)
     rows = len(x)
     columns = x.numel() // max(rows, 1)
-    at = mask.shifted(rows, at)
     if x.numel():
         grid = (triton.cdiv(rows, BLOCK_B), triton.cdiv(columns, BLOCK_C))
-        _dropout[grid](
-            x,
-            out,
-            mask.step,
-            mask.first_row,
-            mask.key,
-            mask.threshold,
-            mask.scale,
-            rows,
-            columns,
-            *((x, x) if at is None else at),
-            HAS_OFFSETS=at is not None,
-        )
+        of_mask = mask_arguments(mask, rows, at, x)
+        _dropout[grid](x, out, **of_mask, rows=rows, columns=columns)
     return out
 
 
@@ -52,16 +49,16 @@ def mask_arguments(
 ) -> dict[str, Any]:
     """Return what kernels take of the mask of `rows` positions that lie `at`; of none any tensor, which they do not read."""
     if mask is None:
-        return {"at": (unused,) * 4, "key": 0, "threshold": 0, "scale": 1.0}
-    counters = (*(mask.shifted(rows, at) or (None, None)), mask.step, mask.first_row)
+        return {"at": Counters(*[unused] * 4), "key": 0, "threshold": 0, "scale": 1.0}
+    counters = Counters(*(mask.shifted(rows, at) or (None, None)), mask.step, mask.first_row)
     return {"at": counters, "key": mask.key, "threshold": mask.threshold, "scale": mask.scale}
 
 
 @triton.jit
-def row_bits(step, first_row, key, sample):
-    """Hash of each sample of this rank's batch, uint32."""
-    global_row = (tl.load(first_row) + sample).to(tl.uint32)
-    return mix(step_bits(key, tl.load(step)) + global_row * ROW)
+def row_bits(at, key, sample):
+    """Hash of each sample of this rank's batch, uint32; `at`: `Counters`."""
+    global_row = (tl.load(at.first_row) + sample).to(tl.uint32)
+    return mix(step_bits(key, tl.load(at.step)) + global_row * ROW)
 
 
 @triton.jit
@@ -72,29 +69,16 @@ def is_kept(of_row, column, threshold):
 
 
 @triton.jit(do_not_specialize=["key", "threshold"])
-def _dropout(
-    x,
-    out,
-    step,
-    first_row,
-    key,
-    threshold,
-    scale,
-    rows,
-    columns,
-    samples,
-    offsets,
-    HAS_OFFSETS: tl.constexpr,
-):
+def _dropout(x, out, at, key, threshold, scale, rows, columns):
     row = tl.program_id(0).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     sample = row
     of_row = column[None, :]
-    if HAS_OFFSETS:
-        sample = tl.load(samples + row, mask=row < rows, other=0).to(tl.int64)
-        event = tl.load(offsets + row, mask=row < rows, other=0).to(tl.int32)
+    if at.samples is not None:
+        sample = tl.load(at.samples + row, mask=row < rows, other=0).to(tl.int64)
+        event = tl.load(at.offsets + row, mask=row < rows, other=0).to(tl.int32)
         of_row = of_row + event[:, None] * columns
-    kept = is_kept(row_bits(step, first_row, key, sample)[:, None], of_row, threshold)
+    kept = is_kept(row_bits(at, key, sample)[:, None], of_row, threshold)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     offset = row[:, None] * columns + column[None, :]
     values = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * scale

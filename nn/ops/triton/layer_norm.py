@@ -285,10 +285,10 @@ def bits_of_rows(at, key, row, rows, S: tl.constexpr):
     `row`: [R]; of [R, 1] a thread would load and hash a row as often as it has columns.
     """
     sample, number = row.to(tl.int64), row * 0
-    if at[0] is not None:
-        sample = tl.load(at[0] + row, mask=row < rows, other=0).to(tl.int64)
-        number = tl.load(at[1] + row, mask=row < rows, other=0).to(tl.int32)
-    return row_bits(at[2], at[3], key, sample)[:, None], number[:, None] * S.WIDTH
+    if at.samples is not None:
+        sample = tl.load(at.samples + row, mask=row < rows, other=0).to(tl.int64)
+        number = tl.load(at.offsets + row, mask=row < rows, other=0).to(tl.int32)
+    return row_bits(at, key, sample)[:, None], number[:, None] * S.WIDTH
 
 
 @triton.jit

@@ -173,9 +173,9 @@ def _sum_of_rows(
         values = tl.load(tables[number] + row * columns + column, mask=inside, other=0.0)
         total += scales[number] * values.to(tl.float32)
     if DROPS:
-        sample = tl.load(at[0] + position, mask=is_here, other=0).to(tl.int64)
-        first = tl.load(at[1] + position, mask=is_here, other=0).to(tl.int32) * columns
-        bits = row_bits(at[2], at[3], key, sample)[:, None]
+        sample = tl.load(at.samples + position, mask=is_here, other=0).to(tl.int64)
+        first = tl.load(at.offsets + position, mask=is_here, other=0).to(tl.int32) * columns
+        bits = row_bits(at, key, sample)[:, None]
         kept = is_kept(bits, first[:, None] + column, threshold)
         total = tl.where(kept, total * scale, 0.0)
     tl.store(out + offset, total.to(out.dtype.element_ty), mask=inside)

@@ -67,7 +67,7 @@ def run() -> None:
     from nn.ops.triton.cross_net import Layers, _cross_backward
     from nn.ops.triton.dense_updates import _dense_adagrad, _dense_adam, _dense_sgd
     from nn.ops.triton.dot_interaction import Shape, _dot_forward_of_rows
-    from nn.ops.triton.dropout import _dropout
+    from nn.ops.triton.dropout import Counters, _dropout
     from nn.ops.triton.embedding_bag import (
         Listed,
         _pooled_lookup,
@@ -185,11 +185,15 @@ def run() -> None:
         build(batch_norm._gradient_sums, matrices | {"sums": "*fp32"})
         build(batch_norm._normalise, matrices)
         build(batch_norm._input_gradient, matrices)
-        pointers = {"x": dtype, "out": dtype, "step": "*i64", "first_row": "*i64"}
-        pointers |= {"samples": "*i32", "offsets": "*i32", "columns": "i32", "scale": "fp32"}
-        build(_dropout, pointers, HAS_OFFSETS=True)
+        pointers = {"x": dtype, "out": dtype, "at": Counters("*i32", "*i32", "*i64", "*i64")}
+        build(_dropout, pointers | {"columns": "i32", "scale": "fp32"})
         tables = {"tables": (dtype, dtype, "*fp32"), "indices": ("*i32", "*i64", "*i64")}
-        numbers = {"scales": ("fp32",) * 3, "at": ("*i64",) * 4, "scale": "fp32", "columns": "i32"}
+        numbers = {
+            "scales": ("fp32",) * 3,
+            "at": Counters(*["*i64"] * 4),
+            "scale": "fp32",
+            "columns": "i32",
+        }
         sizes = {"TABLES": 3, "DROPS": True, "BLOCK_P": 4, "BLOCK_C": 512}
         base = {} if dtype == "*fp32" else {"base": None}
         build(_sum_of_rows, {"out": dtype, "base": dtype} | tables | numbers, **sizes, **base)
@@ -237,12 +241,13 @@ def build_fields() -> None:
 def build_masked_cross() -> None:
     """Compile the kernels of FCN's layers, of the default options with dropout, and without."""
     from nn.ops.triton import cross_net, layer_norm
+    from nn.ops.triton.dropout import Counters
 
     for dtype, drops in (("*bf16", True), ("*fp32", True), ("*fp32", False)):
         names = ("x", "out", "grad", "factor", "crossed")
         dtypes = dict.fromkeys(names, dtype) | {"eps": "fp32", "scale": "fp32"}
         aligned = list(names)
-        dtypes |= {"small": ("*fp32",) * 4, "at": (dtype, dtype, "*i64", "*i64")}
+        dtypes |= {"small": ("*fp32",) * 4, "at": Counters(dtype, dtype, "*i64", "*i64")}
         kind = {"aligned": aligned, "S": layer_norm.Shape(312, 512, 4, DROPS=drops)}
         nothing = {
             (cross_net._masked_cross.arg_names.index("at"), number): None for number in (0, 1)
@@ -277,9 +282,10 @@ def build_layer_norm() -> None:
     from triton import next_power_of_2
 
     from nn.ops.triton import layer_norm as kernels
+    from nn.ops.triton.dropout import Counters
 
     of_columns = dict.fromkeys(("weight", "bias", "sums"), "*fp32")
-    numbers = {"eps": "fp32", "scale": "fp32", "at": ("*i64",) * 4}
+    numbers = {"eps": "fp32", "scale": "fp32", "at": Counters(*["*i64"] * 4)}
     for dtype, columns, chosen in (
         ("*bf16", 64, False),
         ("*bf16", 512, True),
