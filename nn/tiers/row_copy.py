@@ -57,14 +57,7 @@ def _programs(width: int, most: int) -> tuple[tuple[int], dict[str, int]]:
 
 @triton.jit
 def _exchange_rows(
-    host,
-    host_stride,
-    arena,
-    arena_stride,
-    moves,
-    width,
-    ROWS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    host, host_stride, arena, arena_stride, moves, width, ROWS: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     column = tl.arange(0, BLOCK_D)[None, :]
     # The first of the counts.

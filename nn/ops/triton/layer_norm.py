@@ -42,6 +42,15 @@ class Shape(NamedTuple):
     PIECE: int = 0  # columns of a piece of a row: tiles are [pieces, R, PIECE], or [R, C] for 0
 
 
+class GateGradients(NamedTuple):
+    """Results of the backward pass of a gate."""
+
+    of_u: Tensor
+    of_a: Tensor
+    sums: Tensor
+    of_u_stride: int
+
+
 @torch.compiler.disable
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, swish: bool = False
@@ -132,8 +141,7 @@ class _Gate(torch.autograd.Function):
         of_a = torch.empty_like(a)
         programs, rest = _gate_arguments(u, a, *ctx.options, is_backward=True)
         sums = a.new_empty(programs, 2 * a.shape[1], dtype=torch.float32)
-        results = of_u, of_a, sums
-        rest["of_u_stride"] = of_u.stride(0)
+        results = GateGradients(of_u, of_a, sums, of_u.stride(0))
         _gate_gradient[(len(sums),)](grad.contiguous(), u, a, weight, bias, results, **rest)
         return of_u, of_a, *column_sums(sums).to(weight.dtype).chunk(2), None, None
 
@@ -323,21 +331,7 @@ def _gate(u, a, weight, bias, out, at, key, threshold, scale, rows, u_stride, ep
 
 @triton.jit(do_not_specialize=["key", "threshold", "rows"])
 def _gate_gradient(
-    grad,
-    u,
-    a,
-    weight,
-    bias,
-    out,
-    at,
-    key,
-    threshold,
-    scale,
-    rows,
-    u_stride,
-    of_u_stride,
-    eps,
-    S: tl.constexpr,
+    grad, u, a, weight, bias, out, at, key, threshold, scale, rows, u_stride, eps, S: tl.constexpr
 ):
     column, factor, shift = parameters(weight, bias, S)
     of_weight, of_bias = zeros(S), zeros(S)
@@ -366,6 +360,6 @@ def _gate_gradient(
             direct = load(here, S.C + column, inside)
             result += dropped(direct, bits, first + S.C + column, threshold, scale, S)
         of_u = of_activated * share * (1 + raw * (1 - share))
-        store(out[0], row * of_u_stride + column, of_u, inside)
-        store(out[1], row * S.C + column, result, inside)
-    store_sums(out[2], of_weight, of_bias, column, S)
+        store(out.of_u, row * out.of_u_stride + column, of_u, inside)
+        store(out.of_a, row * S.C + column, result, inside)
+    store_sums(out.sums, of_weight, of_bias, column, S)

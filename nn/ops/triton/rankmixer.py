@@ -57,6 +57,14 @@ class Parameters(NamedTuple):
     network_bias: Tensor
 
 
+class Terms(NamedTuple):
+    """What a norm adds up: x, y and its bias, or without a bias x and the mixed tokens of x."""
+
+    x: Tensor
+    y: Tensor | None = None
+    y_bias: Tensor | None = None
+
+
 def mixer_block(x: Tensor, eps: float, of: Parameters, network: Any = None) -> Tensor:
     """Map tokens [T, B, D] to the same, as `nn.models.rankmixer.RankMixerBlock` with one expert and GELU.
 
@@ -70,11 +78,11 @@ class _Block(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, eps: float, network: Any, *parameters: Tensor) -> Tensor:
         x, of = x.contiguous(), Parameters(*parameters)
         ctx.network = _Network(of) if network is None else network
-        s = _add_norm(x, None, None, of.mixing_weight, of.mixing_bias, eps)
+        s = _add_norm(Terms(x), (of.mixing_weight, of.mixing_bias), eps)
         y, kept = ctx.network.forward(s)
         ctx.save_for_backward(x, s, y, *kept)
         ctx.parameters, ctx.eps = of, eps
-        return _add_norm(s, y, of.down_bias, of.network_weight, of.network_bias, eps)
+        return _add_norm(Terms(s, y, of.down_bias), (of.network_weight, of.network_bias), eps)
 
     @staticmethod
     @once_differentiable
@@ -82,10 +90,11 @@ class _Block(torch.autograd.Function):
         x, s, y, *kept = ctx.saved_tensors
         of = ctx.parameters
         norm = of.network_weight, of.network_bias
-        of_sum, *of_norm, down_bias = _norm_gradient(grad, s, y, of.down_bias, norm, ctx.eps)
+        terms = Terms(s, y, of.down_bias)
+        of_sum, *of_norm, down_bias = _norm_gradient(grad, terms, norm, ctx.eps)
         of_s, *products, up_bias = ctx.network.backward(of_sum, kept)
         norm = of.mixing_weight, of.mixing_bias
-        of_mixed, *of_mixing, _ = _norm_gradient(of_sum, x, of_s, None, norm, ctx.eps)
+        of_mixed, *of_mixing, _ = _norm_gradient(of_sum, Terms(x, of_s), norm, ctx.eps)
         of_x = torch.empty_like(x)
         programs, shape = _norm_layout(x, FORWARD, mixes=True)
         _add_mixed[(programs * len(x),)](of_mixed, of_x, x.shape[1], shape, **NORM)
@@ -121,44 +130,37 @@ class _Network:
         return None, of_up, of_down, column_sums(sums.flatten(1))
 
 
-def _add_norm(
-    x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> Tensor:
-    """Return LN(x + y + its bias), or LN(x + the mixed tokens of x) without them, [T, B, D]."""
-    out = torch.empty_like(x)
-    programs, shape = _norm_layout(x, FORWARD, mixes=y is None)
-    grid = (programs * len(x),)
-    _norm[grid](x, y, y_bias, weight, bias, out, x.shape[1], eps, shape, **NORM)
+def _add_norm(terms: Terms, norm: tuple[Tensor, Tensor], eps: float) -> Tensor:
+    """Return LN(sum of the terms), [T, B, D]; `norm`: weight and bias."""
+    x, out = terms.x, torch.empty_like(terms.x)
+    programs, shape = _norm_layout(x, FORWARD, mixes=terms.y_bias is None)
+    _norm[(programs * len(x),)](terms, *norm, out, x.shape[1], eps, shape, **NORM)
     return out
 
 
 def _norm_gradient(
-    grad: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    y_bias: Tensor | None,
-    norm: tuple[Tensor, Tensor],
-    eps: float,
+    grad: Tensor, terms: Terms, norm: tuple[Tensor, Tensor], eps: float
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of what `_add_norm` normalises, of weight and bias [D], and of the bias of y [T * D], float32.
+    """Return the gradients of the terms' sum, of weight and bias [D], and of the bias of y [T * D], float32.
 
     Without a bias y is added to `grad` instead, if there is one.
     """
+    x = terms.x
     tokens, samples, columns = x.shape
     of_sum = torch.empty_like(x)
-    programs, shape = _norm_layout(x, BACKWARD, mixes=y_bias is None)
+    programs, shape = _norm_layout(x, BACKWARD, mixes=terms.y_bias is None)
     programs = min(programs, max(PROGRAMS // tokens, 1))
     # A program without samples writes sums of zero.
     of_norm = x.new_empty(programs * tokens, 2 * columns, dtype=torch.float32)
     of_bias = x.new_empty(programs, tokens * columns, dtype=torch.float32)
     # That of the mean over the tokens is the same for each of them, and lies there once.
     grad = grad if grad[0].is_contiguous() else grad.contiguous()
-    tensors = grad, x, y, y_bias, *norm, of_sum, of_norm, of_bias, grad.stride(0)
+    tensors = grad, terms, *norm, of_sum, of_norm, of_bias, grad.stride(0)
     # Of wider rows one warp has too few registers.
     wide = {"num_warps": shape.BLOCK_C // 512, "maxnreg": 128}
     launch = NORM_GRADIENT if shape.BLOCK_C <= BACKWARD else wide
     _norm_backward[(programs * tokens,)](*tensors, samples, eps, shape, **launch)
-    of_y_bias = of_bias if y_bias is None else column_sums(of_bias)
+    of_y_bias = of_bias if terms.y_bias is None else column_sums(of_bias)
     return of_sum, *column_sums(of_norm).chunk(2), of_y_bias
 
 
@@ -197,58 +199,50 @@ def _load_mixed(x, block, column, samples, inside, S: tl.constexpr):
 
 
 @triton.jit
-def _load_sum(x, y, shift, block, column, samples, S: tl.constexpr):
+def _shift(terms, column, S: tl.constexpr):
+    """Return the bias of y of a program's token; 0 without y."""
+    at = tl.program_id(0) % S.T * S.C + column
+    return 0.0 if S.MIXES else load(terms.y_bias, at, column < S.C)
+
+
+@triton.jit
+def _load_sum(terms, shift, block, column, samples, S: tl.constexpr):
     offset, inside = _place(block, column, samples, S)
-    values = load(x, offset, inside)
+    values = load(terms.x, offset, inside)
     if S.MIXES:
-        values += _load_mixed(x, block, column, samples, inside, S)
+        values += _load_mixed(terms.x, block, column, samples, inside, S)
     else:
-        values += load(y, offset, inside) + shift
+        values += load(terms.y, offset, inside) + shift
     return values
 
 
 @triton.jit(do_not_specialize=["samples"])
-def _norm(x, y, y_bias, weight, bias, out, samples, eps, S: tl.constexpr):
+def _norm(terms, weight, bias, out, samples, eps, S: tl.constexpr):
     column, factor, shift = parameters(weight, bias, S)
     block = tl.program_id(0) // S.T
     offset, inside = _place(block, column, samples, S)
-    at = tl.program_id(0) % S.T * S.C + column
-    y_shift = 0.0 if S.MIXES else load(y_bias, at, column < S.C)
-    values = _load_sum(x, y, y_shift, block, column, samples, S)
+    values = _load_sum(terms, _shift(terms, column, S), block, column, samples, S)
     store(out, offset, normalise(values, column < S.C, eps, S)[0] * factor + shift, inside)
 
 
 @triton.jit(do_not_specialize=["samples"])
 def _norm_backward(
-    grad,
-    x,
-    y,
-    y_bias,
-    weight,
-    bias,
-    of_sum,
-    of_norm,
-    of_bias,
-    grad_stride,
-    samples,
-    eps,
-    S: tl.constexpr,
+    grad, terms, weight, bias, of_sum, of_norm, of_bias, grad_stride, samples, eps, S: tl.constexpr
 ):
     column, factor, _ = parameters(weight, bias, S)
     of_weight, of_shift, of_token = zeros(S), zeros(S), zeros(S)
     token = tl.program_id(0) % S.T
-    at = token * S.C + column
     # Offsets contain the token's samples.
     grad += token.to(tl.int64) * (grad_stride - samples * S.C)
     # In the loop it would be loaded for each block, by other threads than those that add it.
-    y_shift = 0.0 if S.MIXES else load(y_bias, at, column < S.C)
+    y_shift = _shift(terms, column, S)
     first, programs = tl.program_id(0) // S.T, tl.num_programs(0) // S.T
     for block in range(first, tl.cdiv(samples, S.BLOCK_R), programs):
         offset, inside = _place(block, column, samples, S)
-        values = _load_sum(x, y, y_shift, block, column, samples, S)
+        values = _load_sum(terms, y_shift, block, column, samples, S)
         slope = load(grad, offset, inside)
-        if S.MIXES and y is not None:
-            slope += load(y, offset, inside)
+        if S.MIXES and terms.y is not None:
+            slope += load(terms.y, offset, inside)
         # Rows that are not there have no slope.
         centred, rstd = normalise(values, column < S.C, eps, S)
         of_weight += slope * centred
@@ -268,7 +262,7 @@ def _add_mixed(x, out, samples, S: tl.constexpr):
     column = columns_of(S)
     block = tl.program_id(0) // S.T
     offset, inside = _place(block, column, samples, S)
-    store(out, offset, _load_sum(x, x, x, block, column, samples, S), inside)
+    store(out, offset, _load_sum(Terms(x), 0.0, block, column, samples, S), inside)
 
 
 @triton.jit

@@ -68,12 +68,7 @@ def run() -> None:
     from nn.ops.triton.dense_updates import _dense_adagrad, _dense_adam, _dense_sgd
     from nn.ops.triton.dot_interaction import Shape, _dot_forward_of_rows
     from nn.ops.triton.dropout import Counters, _dropout
-    from nn.ops.triton.embedding_bag import (
-        Listed,
-        _pooled_lookup,
-        _segment_update,
-        _table_update,
-    )
+    from nn.ops.triton.embedding_bag import Listed, _pooled_lookup, _segment_update, _table_update
     from nn.ops.triton.mlp import _logit_forward, _relu_backward
     from nn.ops.triton.parameters import ALIGN, Blocks, _cast
     from nn.ops.triton.row_sums import FLOAT32_P, SUMS, _row_sums, _sum_of_rows
@@ -300,8 +295,8 @@ def build_layer_norm() -> None:
         aligned = [*matrices, *of_columns, "u_stride", "of_u_stride"] * (columns != 100)
         for kernel in (kernels._norm, kernels._norm_gradient, kernels._gate):
             build(kernel, dtypes, aligned=aligned, S=shape)
-        results = {"out": (dtype, dtype, "*fp32")}
-        aligned = [name for name in aligned if name != "out"]
+        results = {"out": kernels.GateGradients, "of_u": dtype, "of_a": dtype}
+        aligned += ["of_u", "of_a"] * (columns != 100)
         build(kernels._gate_gradient, dtypes | results, aligned=aligned, S=shape)
 
 
@@ -316,6 +311,7 @@ def build_rankmixer() -> None:
     for dtype, columns in (("*bf16", 768), ("*fp32", 32)):
         matrices = dict.fromkeys(("x", "y", "grad", "hidden", "out", "of_sum"), dtype)
         dtypes = matrices | of_columns | {"y_bias": "*fp32", "eps": "fp32", "columns": "i32"}
+        dtypes["terms"] = kernels.Terms
         aligned, block = [name for name in dtypes if name != "eps"], next_power_of_2(columns)
         piece, waits = min(block, kernels.PIECE), set[tuple[int, int]]()
         for mixes, given in ((False, {}), (True, pairs), (True, {"y_bias": None})):
