@@ -53,6 +53,13 @@ class Layers(NamedTuple):
     factors: Tensor  # u of every layer, [L, B, C]
 
 
+class Depth(NamedTuple):
+    """A layer's position, from 0, among layers."""
+
+    INDEX: int
+    LAYERS: int
+
+
 def fused_cross(
     x0: Tensor, downs: Sequence[Tensor], ups: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> Tensor:
@@ -129,22 +136,13 @@ def cross_backward(index: int, x: Layers, partial_sums: Tensor) -> Tensor:
     """
     grad_factor = torch.empty_like(x.x0)
     grid = triton.cdiv(x.x0.shape[1], BLOCK_C), len(partial_sums)
-    sizes, layers = (*x.x0.shape, partial_sums.stride(0)), (index, len(x.factors))
-    _cross_backward[grid](x, grad_factor, partial_sums, *sizes, *layers)
+    sizes = *x.x0.shape, partial_sums.stride(0)
+    _cross_backward[grid](x, grad_factor, partial_sums, *sizes, S=Depth(index, len(x.factors)))
     return grad_factor
 
 
 @triton.jit
-def _cross_backward(
-    x,
-    grad_factor,
-    partial_sums,
-    num_rows,
-    columns,
-    partial_sums_stride,
-    INDEX: tl.constexpr,
-    NUM_LAYERS: tl.constexpr,
-):
+def _cross_backward(x, grad_factor, partial_sums, num_rows, columns, sums_stride, S: tl.constexpr):
     column = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
     first = tl.program_id(1).to(tl.int64) * BLOCKS_OF_ROWS * BLOCK_B
     # The elements of all layers may exceed 32 bits.
@@ -154,29 +152,29 @@ def _cross_backward(
         row = first + block * BLOCK_B + tl.arange(0, BLOCK_B)[:, None]
         inside = (row < num_rows) & (column < columns)
         offset = row * columns + column
-        grad_u, grad_x0 = layer_gradients(x, offset, inside, layer, INDEX, NUM_LAYERS)
+        grad_u, grad_x0 = layer_gradients(x, offset, inside, layer, S)
         norms.store(grad_factor, offset, grad_u, inside)
         total += grad_u
-        if INDEX == 0:
+        if S.INDEX == 0:
             norms.store(x.products, offset, grad_x0, inside)
-    partial_sum = partial_sums + tl.program_id(1) * partial_sums_stride + column
+    partial_sum = partial_sums + tl.program_id(1) * sums_stride + column
     tl.store(partial_sum, tl.sum(total, 0)[None, :], mask=column < columns)
 
 
 @triton.jit
-def layer_gradients(x, offset, inside, layer, INDEX: tl.constexpr, NUM_LAYERS: tl.constexpr):
-    """Return the gradient of u in layer `INDEX` and, in the first layer, that of x0 without the term through the weights.
+def layer_gradients(x, offset, inside, layer, S: tl.constexpr):
+    """Return the gradient of u in a layer and, in the first layer, that of x0 without the term through the weights.
 
     `offset` and `inside` are those of the elements in a [B, C] matrix, `layer` the elements of one.
     """
     grad_out = norms.load(x.grad, offset, inside)
     grad_x0 = tl.zeros_like(grad_out)
-    for above in tl.static_range(NUM_LAYERS - 1, INDEX, -1):
-        if INDEX == 0:
+    for above in tl.static_range(tl.constexpr(S.LAYERS - 1), tl.constexpr(S.INDEX), -1):
+        if S.INDEX == 0:
             grad_x0 += grad_out * norms.load(x.factors + above * layer, offset, inside)
         grad_out += norms.load(x.products + (above - 1) * layer, offset, inside)
     grad_u = grad_out * norms.load(x.x0, offset, inside)
-    if INDEX == 0:
+    if S.INDEX == 0:
         # x of the first layer is x0, so the gradient of the residual term is part of x0's.
         grad_x0 += grad_out * (norms.load(x.factors, offset, inside) + 1)
     return grad_u, grad_x0

@@ -64,7 +64,7 @@ def run() -> None:
     from nn.embedding.rules import adagrad
     from nn.embedding.triton_launcher import branch_of
     from nn.ops.triton import batch_norm, column_sums
-    from nn.ops.triton.cross_net import Layers, _cross_backward
+    from nn.ops.triton.cross_net import Depth, Layers, _cross_backward
     from nn.ops.triton.dense_updates import _dense_adagrad, _dense_adam, _dense_sgd
     from nn.ops.triton.dot_interaction import Shape, _dot_forward_of_rows
     from nn.ops.triton.dropout import Counters, _dropout
@@ -159,7 +159,7 @@ def run() -> None:
     for ids in ("*i32", "*i64"):
         build_mapping(ids)
     for index in range(3):
-        build(_cross_backward, {"columns": "i32", "x": Layers}, INDEX=index, NUM_LAYERS=3)
+        build(_cross_backward, {"columns": "i32", "x": Layers}, S=Depth(index, 3))
     for scale in (1.0, 2.0):
         build(_relu_backward, {"columns": "i32"}, SCALE=scale)
     logit = {"columns": "i32", "weight": "*bf16", "bias": "*bf16", "logits": "*fp32"}
@@ -351,7 +351,7 @@ def build_hstu_attention() -> None:
 
 def build_fp8() -> None:
     """Compile the kernels of 8-bit products."""
-    from nn.ops.triton.cross_net import Layers
+    from nn.ops.triton.cross_net import Depth, Layers
     from nn.ops.triton.fp8 import cross_net as fp8_cross_net
     from nn.ops.triton.fp8 import quantise as fp8
 
@@ -371,7 +371,7 @@ def build_fp8() -> None:
         kind |= {"aligned": sizes, **fp8.OPTIONS}
         build(fp8_cross_net._add_product, {"rows": "*fp8e4nv"}, **kind)
     for without in ("words", "wide"):
-        kind = {"INDEX": 0, "NUM_LAYERS": 3, without: None}
+        kind = {"S": Depth(0, 3), without: None}
         kind |= {"aligned": sizes, **fp8_cross_net.OF_LAYERS}
         dtypes = {"rows": "*fp8e5", "x": Layers}
         build(fp8_cross_net._cross_backward, dtypes, **kind)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nn.ops.fp8 import GRADIENT, INPUT, Fp8Matrix, Scale
 from nn.ops.triton.column_sums import column_sums
-from nn.ops.triton.cross_net import Layers, layer_gradients
+from nn.ops.triton.cross_net import Depth, Layers, layer_gradients
 from nn.ops.triton.fp8.quantise import (
     BLOCK_C,
     BLOCK_R,
@@ -61,7 +61,7 @@ def cross_backward(
     programs = grid(x0)
     partial_sums = x0.new_empty(programs[1], x0.shape[1], dtype=torch.float32)
     tensors = Layers(grad, products, x0, factors), matrix.rows, words, wide, partial_sums
-    rest = (scale.factor, scale.latest), *x0.shape, index, len(factors)
+    rest = (scale.factor, scale.latest), *x0.shape, Depth(index, len(factors))
     _cross_backward[programs](*tensors, *rest, **OF_LAYERS)
     return matrix, wide, column_sums(partial_sums)
 
@@ -92,16 +92,7 @@ def _add_product(x, x0, factor_of_x0, out, rows, words, scales, num_rows, num_co
 
 @triton.jit
 def _cross_backward(
-    x,
-    rows,
-    words,
-    wide,
-    partial_sums,
-    scales,
-    num_rows,
-    num_columns,
-    INDEX: tl.constexpr,
-    NUM_LAYERS: tl.constexpr,
+    x, rows, words, wide, partial_sums, scales, num_rows, num_columns, S: tl.constexpr
 ):
     column, word, inside = place(num_rows, num_columns)
     scale = tl.load(scales[0])
@@ -113,9 +104,9 @@ def _cross_backward(
     at = word * 4 * num_columns + column
     for byte in tl.static_range(4):
         offset = at + byte * num_columns
-        grad_u, grad_x0 = layer_gradients(x, offset, inside, layer, INDEX, NUM_LAYERS)
+        grad_u, grad_x0 = layer_gradients(x, offset, inside, layer, S)
         total += grad_u
-        if INDEX == 0:
+        if S.INDEX == 0:
             store(x.products, offset, grad_x0, inside)
         rounded = grad_u.to(x.x0.dtype.element_ty)
         if wide is not None:
