@@ -41,7 +41,7 @@ class _Ids(NamedTuple):
 
 
 class _Map(NamedTuple):
-    """What kernels take of `SlotMap`, by its names."""
+    """Parts of `SlotMap`, by its names."""
 
     slot_of_row: Tensor
     pins: Tensor
@@ -49,7 +49,7 @@ class _Map(NamedTuple):
 
 
 class _Search(NamedTuple):
-    """What both searches read: bits of missing rows in words, and the ring; `found` is counted per program."""
+    """Inputs of both searches: bits of missing rows in words, and the ring; `found` is counted per program."""
 
     is_missing: Tensor
     num_words: int
@@ -102,7 +102,8 @@ class SlotKernels:
         slot_map, count, counts = self._map, len(of_group.positions), self._counts[turn]
         if self._buffers[turn].shape[1] < count:
             self._buffers[turn] = self._buffers[turn].new_empty(3, count)
-        moves = DeviceMoves(*self._buffers[turn], counts)
+        rows, slots, returned = self._buffers[turn]
+        moves = DeviceMoves(rows, slots, returned, counts)
         x = _Ids(ids, of_group.positions, of_group.first, of_group.end, of_group.offset)
         of_map = _Map(slot_map.slot_of_row, slot_map.pins, slot_map.num_fixed)
         grid = (triton.cdiv(count, BLOCK),)

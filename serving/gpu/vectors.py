@@ -12,7 +12,7 @@ from serving.manifest import Manifest
 
 
 class Vector(NamedTuple):
-    """What the kernels take of a vector; they find the fields by name."""
+    """Numbers of a vector, which kernels find by these names."""
 
     hot_offset: int  # of the first row from the base, in elements
     cold_offset: int  # likewise of row 0, as if the cold rows began with it
@@ -74,5 +74,5 @@ def vectors_of(
 
 def on_device(vectors: Sequence[Vector], device: torch.device) -> Any:
     """Return a `Vector` for kernels: each field is that of all vectors, int64 [V]."""
-    columns = [torch.tensor(c, device=device) for c in zip(*vectors, strict=True)]
+    columns: Any = (torch.tensor(c, device=device) for c in zip(*vectors, strict=True))
     return Vector(*columns)

@@ -45,7 +45,7 @@ PAIR_PROGRAMS = 320
 
 
 class Layers(NamedTuple):
-    """What a layer's gradient is computed from: g of any layer but the last is the sum of `grad` and `products[index:]`."""
+    """Inputs of the layers' gradients: g of any layer but the last is the sum of `grad` and `products[index:]`."""
 
     grad: Tensor  # g of the last layer, [B, C]
     products: Tensor  # per layer the gradient through its weights to the layer before, [L - 1 (at least 1), B, C]

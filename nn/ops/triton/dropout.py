@@ -17,7 +17,7 @@ BLOCK_B, BLOCK_C = tl.constexpr(16), tl.constexpr(128)
 
 
 class Counters(NamedTuple):
-    """What the bits of a mask count, beside columns; without samples and offsets a position is a sample."""
+    """Numbers that the bits of a mask depend on, beside columns; without samples and offsets a position is a sample."""
 
     samples: Tensor | None  # of each position
     offsets: Tensor | None  # of each position in its sample
@@ -50,7 +50,8 @@ def mask_arguments(
     """Return what kernels take of the mask of `rows` positions that lie `at`; of none any tensor, which they do not read."""
     if mask is None:
         return {"at": Counters(*[unused] * 4), "key": 0, "threshold": 0, "scale": 1.0}
-    counters = Counters(*(mask.shifted(rows, at) or (None, None)), mask.step, mask.first_row)
+    samples, offsets = mask.shifted(rows, at) or (None, None)
+    counters = Counters(samples, offsets, mask.step, mask.first_row)
     return {"at": counters, "key": mask.key, "threshold": mask.threshold, "scale": mask.scale}
 
 

@@ -110,7 +110,8 @@ class _Attention(torch.autograd.Function):
         ctx.positions, ctx.options = (keys, queries), (num_candidates, scale)
         ctx.gradients = gradients
         ctx.save_for_backward(q, k, v, norm)
-        x = Operands(q, k, v, norm, *_positions(keys, queries), scale)
+        at = keys.starts, keys.lengths, queries.starts, queries.lengths
+        x = Operands(q, k, v, norm, *at, scale)
         out, blocks = _empty(q), _blocks(FORWARD, q, queries)
         _launch(_forward, (x, out), queries, "BLOCK_Q", blocks, num_candidates)
         return out
@@ -125,7 +126,8 @@ class _Attention(torch.autograd.Function):
         else:
             blocks, numbers = ctx.gradients
             of_q, of_k, of_v = (blocks.block(n).unflatten(1, q.shape[1:]) for n in numbers)
-        x = Operands(q, k, v, norm, *_positions(keys, queries), scale)
+        at = keys.starts, keys.lengths, queries.starts, queries.lengths
+        x = Operands(q, k, v, norm, *at, scale)
         inputs = x, grad.contiguous()
         sizes = _blocks(OF_KEYS, q, queries)
         _launch(_of_keys, (*inputs, of_k, of_v), keys, "BLOCK_K", sizes, num_candidates)
@@ -144,10 +146,6 @@ def _blocks(blocks: dict[str, int], q: Tensor, queries: JaggedPositions) -> dict
     return FEW_QUERIES if queries.max_length <= FEW_QUERIES["BLOCK_Q"] else blocks
 
 
-def _positions(keys: JaggedPositions, queries: JaggedPositions) -> tuple[Tensor, ...]:
-    return keys.starts, keys.lengths, queries.starts, queries.lengths
-
-
 def _launch(
     kernel: Any,
     arguments: tuple[Any, ...],
@@ -162,7 +160,7 @@ def _launch(
     num_blocks = triton.cdiv(over.max_length, blocks[block])
     counts = Counts(num_blocks, len(over.starts), len(over.samples))
     is_float32 = x.q.dtype is torch.float32
-    strides = (of.stride(0) for of in (x.q, x.k, x.v, out))
+    strides = x.q.stride(0), x.k.stride(0), x.v.stride(0), out.stride(0)
     # Triton's interpreter knows no assembly.
     how = num_candidates, x.q.is_cuda and not is_float32, "tf32x3" if is_float32 else "tf32"
     shape = Shape(heads, x.q.shape[2], *strides, *how)

@@ -58,7 +58,7 @@ class Parameters(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a norm adds up: x, y and its bias, or without a bias x and the mixed tokens of x."""
+    """Terms of the sum that a norm reads: x, y and its bias, or without a bias x and the mixed tokens of x."""
 
     x: Tensor
     y: Tensor | None = None

@@ -461,8 +461,8 @@ def build(
     known, values, attrs = SIGNATURE | dtypes, dict(inside or {}), {}
 
     def kind_of(name: str, path: tuple[int, ...]) -> Any:
-        kind = "constexpr" if name in constants else known.get(name, "i32")
-        if isinstance(kind, type):
+        kind: Any = "constexpr" if name in constants else known.get(name, "i32")
+        if not isinstance(kind, str | tuple):
             return kind(*(kind_of(each, (*path, at)) for at, each in enumerate(kind._fields)))
         if name in constants:
             values[path] = constants[name]
