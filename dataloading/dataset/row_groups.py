@@ -96,7 +96,8 @@ class SplitGroups:
             table = self._open(part).read_row_group(inside, columns=list(names), use_threads=False)
         except (pa.ArrowException, OSError, MemoryError) as error:
             raise ValueError(
-                f"{self.paths[part]}: row group {inside} cannot be read ({shortened(first_line(error))}); copy or write the file again"
+                f"{self.paths[part]}: row group {inside} cannot be read ({shortened(first_line(error))}); copy or write the file "
+                "again"
             ) from None
         num_rows = self._starts[group + 1] - self._starts[group]
         if table.num_rows != num_rows:

@@ -38,8 +38,8 @@ def report_faults(ranks: Ranks) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if has_device_failed(error) and not is_out_of_memory(error):
             raise DeviceError(
-                f"rank {ranks.rank}: {ranks.device} or NCCL has failed: {first_line(error)}; the kernel's log (dmesg) may name an XID. "
-                "The same command with the same run_dir resumes from the latest checkpoint"
+                f"rank {ranks.rank}: {ranks.device} or NCCL has failed: {first_line(error)}; the kernel's log (dmesg) may name "
+                "an XID. The same command with the same run_dir resumes from the latest checkpoint"
             ) from error
         if not is_out_of_memory(error):
             raise

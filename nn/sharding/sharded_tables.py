@@ -209,7 +209,7 @@ class ShardedTables:
         return self._ranks.device.type == "cuda"
 
     def update_replicated_in_pass(self, gradients: Sequence[Tensor], is_good: Tensor) -> None:
-        """Update the replicated tables on a GPU, unless `is_good` [1] is 0, with the gradients of `update_replicated_after_pass`."""
+        """Update the replicated tables on a GPU, unless `is_good` [1] is 0, by sums as `update_replicated_after_pass` takes."""
         if self._replicas_optimizer is not None and self._updates_replicated_in_pass:
             self._replicas_optimizer.step_by_kernels(gradients, self.scalars, is_good)
 
