@@ -214,3 +214,8 @@ def as_arrow(numbers: np.ndarray) -> pa.Array:
     """Return contiguous numbers as an array of Arrow; `pyarrow.array` would import pandas, which takes seconds."""
     dtype = pa.from_numpy_dtype(numbers.dtype)
     return pa.Array.from_buffers(dtype, len(numbers), [None, pa.py_buffer(numbers)])
+
+
+def as_scalar(number: np.generic) -> pa.Scalar:
+    """Return a number as a scalar of Arrow; `pyarrow.scalar` would import pandas too."""
+    return as_arrow(np.array([number]))[0]

@@ -429,7 +429,8 @@ def checked_order(batches: "Iterator[pa.RecordBatch]") -> "Iterator[pa.RecordBat
     """Yield rows of one source; RuntimeError if they are not in the order of its files."""
     last = (-1, -1)
     for batch in batches:
-        files, order = (np.asarray(batch.column(name)) for name in SOURCE_ORDER)
+        # numpy.asarray would import pandas.
+        files, order = (np.from_dlpack(batch.column(name)) for name in SOURCE_ORDER)
         if len(files):
             steps = np.diff(files, prepend=last[0]), np.diff(order, prepend=last[1])
             # No assertion, which `python -O` would leave out.

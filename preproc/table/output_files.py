@@ -107,7 +107,8 @@ class TableFiles(AbstractContextManager["TableFiles"]):
                 )
                 with cursor.sql(query).to_arrow_reader(BATCH_ROWS) as reader:
                     for batch in reader:
-                        numbers = np.asarray(batch.column(len(columns)))
+                        # numpy.asarray would import pandas.
+                        numbers = np.from_dlpack(batch.column(len(columns)))
                         _expect((np.diff(numbers, prepend=start + found - 1) == 1).all(), relation)
                         found += len(batch)
                         yield batch.select(list(range(len(columns))))
@@ -122,7 +123,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
             file_name = column_file_name(labels, column)
             with RecordedFile(self.dataset, f"{split}/{file_name}") as file:
                 for batch in self.batches(self.rows_in, [name], rows):
-                    values = np.asarray(batch.column(0)).astype(column.stored)
+                    values = np.from_dlpack(batch.column(0)).astype(column.stored)
                     total.add(values)
                     file.append(values)
             self.records |= file.record
@@ -170,7 +171,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         for split, rows in self.splits.items():
             with RecordedFile(self.dataset, f"{split}/numerical.bin") as file:
                 for batch in self.batches(relation, columns, rows):
-                    of_columns = [np.asarray(column) for column in batch.columns]
+                    of_columns = [np.from_dlpack(column) for column in batch.columns]
                     values = stored_numericals(of_columns, dtype)
                     if not np.isfinite(values).all():
                         refuse()
@@ -284,7 +285,8 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         for name in files:
             with pq.ParquetFile(name) as file:
                 for batch in file.iter_batches(CHUNK_ROWS, use_threads=False):
-                    ids[np.asarray(batch.column("row_"))] = np.asarray(batch.column("id"))
+                    rows, found = (np.from_dlpack(batch.column(name)) for name in ("row_", "id"))
+                    ids[rows] = found
         return np.asarray(ids)
 
     def texts(self, relation: str, column: str, stem: str) -> "pa.LargeStringArray":

@@ -8,21 +8,28 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pyarrow import dataset
 from pyarrow.fs import LocalFileSystem
 
-from dataloading.dataset.parquet_writer import as_arrow
+from dataloading.dataset.parquet_writer import as_arrow, as_scalar
 from preproc.ordered_map import ordered_map
 from preproc.table.expressions import CODED_FILE, NO_CODE, RELATION_FILE
+
+if TYPE_CHECKING:  # imports pandas
+    from pyarrow import dataset
 
 # Rows that differ in few texts are coded in 4 bytes.
 MOST_CODES = 2**31 - 1
 TEXTS_SCHEMA = pa.schema({"code": pa.int32(), "value": pa.string()})
+BLANK_AND_SEPARATOR = pa.StringArray.from_buffers(
+    2, pa.py_buffer(np.array([0, 0, 1], np.int32)), pa.py_buffer(b"\x1f")
+)
+"""The empty text and that between the values of a cross, which Arrow would take from Python by importing pandas."""
 
 TextBatch = tuple[pa.RecordBatch, Mapping[str, list[pa.DictionaryArray]]]
 
@@ -35,7 +42,7 @@ class Coded:
     missing: pa.Array | None = None  # which rows have no list
 
     def column(self, first: int) -> pa.Array:
-        codes = pc.add(self.codes, pa.scalar(first, pa.int32()))
+        codes = pc.add(self.codes, as_scalar(np.int32(first)))
         if self.offsets is None:
             return codes
         return pa.ListArray.from_arrays(self.offsets, codes, mask=self.missing)
@@ -50,9 +57,9 @@ def coded_texts(texts: pa.Array) -> Coded:
         texts = texts.cast(texts.type.value_type)
     encoded = texts if pa.types.is_dictionary(texts.type) else texts.dictionary_encode()
     codes, found = encoded.indices, encoded.dictionary.cast(pa.string())
-    empty = pc.index(found, "").as_py()
-    if empty >= 0:
-        codes = pc.if_else(pc.equal(codes, empty), None, codes)
+    empty = pc.index(found, BLANK_AND_SEPARATOR[0])
+    if empty.as_py() >= 0:
+        codes = pc.if_else(pc.equal(codes, empty), pa.nulls(1, codes.type)[0], codes)
     return Coded(codes, found)
 
 
@@ -70,10 +77,11 @@ def crossed_codes(parts: Sequence[Coded]) -> Coded:
     first, *others = parts
     for other in others:
         before, after = (part.codes.cast(pa.int64()) for part in (first, other))
-        pairs = pc.add(pc.multiply(before, len(other.texts)), after).dictionary_encode()
-        of_both = np.divmod(np.asarray(pairs.dictionary), len(other.texts))
+        size = np.int64(len(other.texts))
+        pairs = pc.add(pc.multiply(before, as_scalar(size)), after).dictionary_encode()
+        of_both = np.divmod(np.from_dlpack(pairs.dictionary), size)
         texts = [p.texts.take(as_arrow(of)) for p, of in zip((first, other), of_both, strict=True)]
-        first = Coded(pairs.indices, pc.binary_join_element_wise(*texts, "\x1f"))
+        first = Coded(pairs.indices, pc.binary_join_element_wise(*texts, BLANK_AND_SEPARATOR[1]))
     return first
 
 
@@ -173,19 +181,21 @@ def mapped_rows(directory: Path) -> pa.Table:
         return pa.ipc.open_file(file).read_all()
 
 
-def mapped_by_query(directory: Path) -> dataset.Dataset:
+def mapped_by_query(directory: Path) -> "dataset.Dataset":
     """Return the same for queries, each of which maps what it reads: slower, but nothing stays in memory."""
+    from pyarrow import dataset
+
     files = LocalFileSystem(use_mmap=True)
     return dataset.dataset(str(directory / CODED_FILE), format="ipc", filesystem=files)
 
 
 def flat_codes(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """Return the codes of rows, flat, `NO_CODE` for a missing text, and the lengths of their lists; none without lists."""
-    lengths = np.zeros(0, np.int32)
+    lengths: np.ndarray = np.zeros(0, np.int32)
     if pa.types.is_list(column.type):
-        lengths = np.asarray(column.value_lengths().fill_null(0))
+        lengths = np.from_dlpack(column.value_lengths().fill_null(as_scalar(np.int32(0))))
         column = column.flatten()
-    return np.asarray(column.fill_null(NO_CODE)), lengths
+    return np.from_dlpack(column.fill_null(as_scalar(np.int32(NO_CODE)))), lengths
 
 
 def read_codes(
@@ -238,6 +248,6 @@ def counted_texts(directory: Path, counts: np.ndarray) -> pa.RecordBatchReader:
                 found = as_arrow(counts[first : first + len(values)])
                 first += len(values)
                 batch = pa.RecordBatch.from_arrays([values, found], schema=schema)
-                yield batch.filter(pc.greater(found, 0))
+                yield batch.filter(pc.greater(found, as_scalar(np.int64(0))))
 
     return pa.RecordBatchReader.from_batches(schema, batches())

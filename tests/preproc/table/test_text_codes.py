@@ -1,9 +1,12 @@
 """Codes in place of texts: the same dataset as from texts, from CSV and from dictionaries of Parquet, in order."""
 
 import gc
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +23,7 @@ from preproc.table.pipeline import build as pipeline
 from preproc.transformed_rows import open_transformed_rows
 from preproc.work_directory import Work
 from tests.helpers.preproc_command import Refused
-from tests.preproc.table.test_pipeline import build
+from tests.preproc.table.test_pipeline import _hydra, build
 
 ROWS = 30_000
 
@@ -279,3 +282,20 @@ def test_a_cross_of_columns_without_a_text_has_none(empty):
     other = text_codes.coded_texts(pa.array([empty, "y", None], pa.string()))
     for parts in ([none, other], [other, none]):
         assert text_codes.crossed_codes(parts).codes.null_count == 3
+
+
+def test_pandas_is_not_imported(tmp_path, sources):
+    """It would take a third of a second, and Arrow imports it for a single number of Python."""
+    command = (
+        "import atexit, runpy, sys; atexit.register(lambda: print('pandas' in sys.modules)); "
+        "runpy.run_module('preproc', run_name='__main__')"
+    )
+    table = f"table={_hydra(described(f'{sources}/*.parquet'))}"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "dataset=any", table, f"output={tmp_path / 'out'}"],
+        cwd=Path(__file__).resolve().parents[3],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("False\n"), done.stdout
