@@ -257,7 +257,7 @@ class DuckDBEngine:
         has_order = not is_sorted
         if is_sorted:
             query = f"SELECT * FROM ({query}) ORDER BY {nulls_first(rows.order_by)}"
-        elif self._keeps_order(query) and not any(file.is_parquet for file in rows.files):
+        elif not any(file.is_parquet for file in rows.files) and self._keeps_order(query):
             # Numbering the lines of text files would take one thread for all columns.
             query = f"SELECT * EXCLUDE (order_) FROM ({query})"
             has_order = False

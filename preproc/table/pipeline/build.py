@@ -162,10 +162,10 @@ def _build(journal: Journal) -> int:
     """Write everything, phase after phase; return the number of rows."""
     config, table, fitted = journal.config, journal.table, journal.fitted
     with journal.progress.phase(f"stage with {config.engine.name}") as phase:
+        staged = stage_rows(journal)
         if config.plot and not is_small(config):
             # Not before, where the interpreter's lock is never idle.
             load_library()
-        staged = stage_rows(journal)
         rows = order_rows(journal, staged)
         phase.name += f": {rows.num_rows:,} rows"
         if staged.num_bad:

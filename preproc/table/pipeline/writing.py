@@ -61,13 +61,16 @@ def write_splits(
         kept = pool.submit(files.write_kept, table.keep)
         features = _begin_features(journal, of, files, pool)
         logs = [pool.submit(_write_log, journal, of, files, i) for i in range(len(table.logs))]
-        ranges = numericals.result()
         summaries = {
             split: SplitSummary(len(part), labels.result()[split]) for split, part in splits.items()
         }
         if threads == 1:
+            # What follows computes beside those that write.
+            wait([numericals])
             wait(features.values())
             wait(logs)
+        count_changes(journal, rows, of.numericals, summaries)
+        ranges = numericals.result()
         numerical_bin = dataset / next(iter(summaries)) / "numerical.bin"
         draw_report(dataset, numerical_bin, of.columns, summaries, config, table)
         for task in (kept, *logs):
@@ -90,7 +93,6 @@ def write_splits(
     if config.mode is Mode.fit or config.refit:
         # The length of a list or a history is left as it is.
         print_notes(journal.progress.console, {f.name: ranges[f.name] for f in table.numerical})
-    count_changes(journal, rows, of.numericals, summaries)
     return summaries, files.records
 
 
