@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from configs.preproc_schema import Mode, PreprocConfig
 from configs.table_schema import Label, TableConfig
@@ -46,7 +48,7 @@ from preproc.report.console import (
 from preproc.report.distributions import read_distributions
 from preproc.report.plot import ReportFacts, draw
 from preproc.text_columns import TextColumns
-from preproc.work_directory import Work
+from preproc.work_directory import STATE, Work, clear
 
 UNUSED = "unused"
 """What a column of a source is that no part of the dataset reads."""
@@ -138,16 +140,25 @@ def complete_dataset(
     # Again, hours later: whatever lies there now is replaced.
     output = check_output(config.output, config.overwrite)
     finish_dataset(spec, written.files, output, partial(work.record_complete, config))
-    print_columns(progress.console, written.columns, written.splits, f"{written.counted} rows")
-    print_splits(progress.console, written.splits)
+    with ThreadPoolExecutor(1) as beside:
+        # `work_directory` reports what cannot be removed.
+        beside.submit(clear, work.directory, but=STATE)
+        _print_summary(written, table, spec, progress.console)
+
+
+def _print_summary(
+    written: WrittenColumns, table: TableConfig, spec: FeatureSpec, console: Console
+) -> None:
+    print_columns(console, written.columns, written.splits, f"{written.counted} rows")
+    print_splits(console, written.splits)
     unused = [name for name, role in written.source_columns.items() if role == UNUSED]
-    print_rows(progress.console, written.rows, unused)
+    print_rows(console, written.rows, unused)
     for label in spec.labels:
         if label.is_binary:
-            print_equal_labels(progress.console, label.name, spec.title(label), written.splits)
-    print_changes(progress.console, table, written.splits)
-    print_events(progress.console, written.logs)
-    print_new_values(progress.console, written.splits, is_ordered=bool(table.order_by))
+            print_equal_labels(console, label.name, spec.title(label), written.splits)
+    print_changes(console, table, written.splits)
+    print_events(console, written.logs)
+    print_new_values(console, written.splits, is_ordered=bool(table.order_by))
 
 
 def save_fitted(directory: Path, table: TableConfig, written: WrittenColumns, source: Any) -> None:

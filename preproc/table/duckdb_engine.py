@@ -413,6 +413,7 @@ class DuckDBEngine:
 
     def close(self) -> None:
         self._connection.close()
+        self._coded.clear()  # else files would stay mapped, and be freed at the very end
 
 
 def _emptied(path: Path) -> Path:

@@ -196,6 +196,7 @@ def _build(journal: Journal) -> int:
         text_columns=TextColumns.of(facts.is_text, str(journal.work.directory)),
     )
     journal.close()
+    journal.engine.close()
     complete_dataset(written, config, table, journal.work, journal.progress)
     return rows.num_rows
 
