@@ -286,7 +286,10 @@ class Trainer:
         """Evaluate as `evaluate` does; speed leaves that time out."""
         self.pause_speed()
         try:
-            return self.evaluate()
+            record = self.evaluate()
+            # Ranks end an evaluation at different times, and the next step waits for the last one.
+            self._ranks.barrier()
+            return record
         finally:
             self.resume_speed()
 

@@ -1,6 +1,7 @@
 """Observers of the training loop from outside the project: by an option, and in the library."""
 
 import json
+from time import sleep
 
 import pytest
 
@@ -266,3 +267,27 @@ def test_all_ranks_are_told_of_a_record_at_the_same_step(tmp_path, device, world
     """On one GPU the step depends on when the metrics are there."""
     told = run_distributed(told_records, world_size, f"{tmp_path}/run", device)
     assert told == [[(10, 10 + late), (20, min(20 + late, 24)), (24, 24)]] * world_size
+
+
+def step_times(run_dir: str) -> list[float]:
+    """Train on a rank of which the second ends each evaluation late; return the milliseconds of a step in each record."""
+    times = []
+
+    class Slow(Observer):
+        def on_evaluation(self, loop, record, *, is_final):
+            sleep(loop.rank)
+
+        def on_record(self, loop, record):
+            times.append(record["step_ms"])
+
+    config = options("dlrm", *TINY, *QUIET, f"run_dir={run_dir}")
+    with Training(config, quiet=True, observers=[Slow()]) as training:
+        training.train()
+    return times
+
+
+def test_a_record_leaves_out_the_evaluation_of_the_slowest_rank(tmp_path):
+    """The first evaluation of a GPU ended up to 90 ms later than that of another, which were those of 27 steps."""
+    first, _ = run_distributed(step_times, 2, f"{tmp_path}/run")
+    # Of steps 4 to 6, behind the evaluation.
+    assert first[1] < 300
