@@ -109,7 +109,8 @@ def _bins(buckets: ScoreBuckets) -> list[dict[str, Any]]:
     # A light bucket behind heavy ones rounds to the end.
     number = number.clip(max=CALIBRATION_BINS - 1)
     found: list[dict[str, Any]] = []
-    for index in np.unique(number[buckets.weight > 0]):
+    # `np.unique` imports what masked arrays need, 5 ms.
+    for index in np.flatnonzero(np.bincount(number[buckets.weight > 0])):
         chosen = number == index
         weight = buckets.weight[chosen].sum()
         found.append(
