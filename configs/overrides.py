@@ -14,7 +14,7 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs.messages import printable, shortened, shown
+from configs.messages import first_line, printable, shortened, shown
 from configs.option_values import check_values, expand_home
 from configs.options import open_sections, option_names, replaced_options, type_hints
 from configs.schema import RENAMED
@@ -76,7 +76,7 @@ def refuse_unresolved(composed: DictConfig) -> None:
     """Raise ValueError for the first option whose interpolation does not resolve; one line that names it."""
     problems = []
     for option, text, error in _unresolved(composed, OmegaConf.to_container(composed), ""):
-        reason = re.sub("^While dereferencing .*?': ", "", str(error).partition("\n")[0])
+        reason = re.sub("^While dereferencing .*?': ", "", first_line(error))
         named = re.search("'([^']*)'", reason)
         # An option that takes the value of the wrong one is not the mistake.
         is_mistake = named is not None and named[1] in text

@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 from threading import Thread
 from typing import Any
 
+from configs.messages import first_line
+
 SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs")
 # Long enough for a large file's part, short enough to see a wrong endpoint.
 CHUNK_BYTES = 8 * 2**20
@@ -238,7 +240,7 @@ def _errors_of(address: str) -> Iterator[None]:
     except (OSError, NotImplementedError, ValueError) as error:
         if isinstance(error, FileNotFoundError) and error.filename is not None:
             raise  # a local file
-        text = re.sub(r" \(Request ID:.*?\)", "", str(error)).partition("\n")[0]
+        text = first_line(re.sub(r" \(Request ID:.*?\)", "", str(error)))
         raise ValueError(
             f"{address}: {text}; check the address, the credentials, the endpoint and the region of the environment"
         ) from None
