@@ -25,10 +25,14 @@ NO_DATA = ("report.png", "bad_rows.tsv")
 """Files with times of the run, or paths of its input. The spec does not list them: the same data have the same spec."""
 
 
-class RecordedFile(CountedFile):
-    """One file of the dataset, written from its start, and synced at the end of the block; `record` is by its name."""
+class ChecksummedFile(CountedFile):
+    """A file of which isal computes the CRC-32, faster than zlib."""
 
     checksum = staticmethod(crc32)
+
+
+class RecordedFile(ChecksummedFile):
+    """One file of the dataset, written from its start, and synced at the end of the block; `record` is by its name."""
 
     def __init__(self, dataset: Path, name: str) -> None:
         path = dataset / name

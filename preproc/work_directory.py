@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -69,13 +69,21 @@ class Work:
         record = f'{{"crc32": {zlib.crc32(text.encode())}, "state": {text}}}'
         replace_text(path, record)
 
-    def synced_records(self, path: Path) -> dict[str, list[list[int]]]:
-        """Sync a file of the work directory, or a directory and all files in it; return their entries of `checked`."""
+    def synced_records(
+        self, path: Path, known: Mapping[str, list[int]] | None = None
+    ) -> dict[str, list[list[int]]]:
+        """Sync a file of the work directory, or a directory and all files in it; return their entries of `checked`.
+
+        `known`: bytes and CRC-32 of files in the directory that were computed as these were written, by their paths in it.
+        """
         files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
         for written in {*files, path, *path.rglob("*"), path.parent}:
             sync_file(written)
+        of_files = {path / name: record for name, record in (known or {}).items()}
         return {
-            file.relative_to(self.directory).as_posix(): [list(size_and_crc32(file))]
+            file.relative_to(self.directory).as_posix(): [
+                of_files.get(file) or list(size_and_crc32(file))
+            ]
             for file in files
         }
 

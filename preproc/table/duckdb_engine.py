@@ -24,6 +24,7 @@ from configs.messages import first_line, printable, shortened
 from configs.preproc_schema import OnBad, PreprocConfig
 from configs.table_schema import LINE_FORMATS, Source
 from dataloading.dataset.durable_files import replace_directory
+from dataloading.dataset.split_files import SPLITS
 from preproc.raw_files import RawFile, cut_short
 from preproc.table.expressions import CODED_FILE, RELATION_FILE, quoted, text
 from preproc.table.line_formats import lines_of
@@ -39,6 +40,7 @@ IN_ORDER = {
     *("READ_PARQUET", "READ_CSV", "READ_JSON", "UNION", "STREAMING_WINDOW", "PROJECTION", "FILTER")
 }
 """Operators of plans that yield rows in the order of the files."""
+SPLIT_TYPE = f"ENUM{SPLITS}"  # a byte per row
 # Memory of Python, NumPy, Arrow and the texts of some batches beside DuckDB.
 BASE_BYTES = 300 << 20
 
@@ -71,9 +73,7 @@ class StagedRows:
     def with_text_items(self) -> str:
         """The query for DuckDB, in which items of lists are texts, as single values are."""
         lists = [name for name, is_list in self.values.items() if is_list]
-        casts = ", ".join(f"CAST({name} AS VARCHAR[]) AS {name}" for name in lists)
-        replaced = f"REPLACE ({casts})" if lists else ""
-        return f"SELECT * {replaced} FROM ({self.query})"
+        return _with_casts(self.query, dict.fromkeys(lists, "VARCHAR[]"))
 
 
 class Engine(Protocol):
@@ -84,6 +84,8 @@ class Engine(Protocol):
     drops_zones: bool  # whether a text that becomes a TIMESTAMP loses its zone
     codes_texts: bool  # whether `stage` writes codes in place of texts
     num_ties: int  # rows of the latest `stage` whose order is that of the row before; Spark: 0
+    # bytes and CRC-32 of files of the latest `stage`, if it has computed them, by their paths in it
+    staged: Mapping[str, list[int]]
 
     def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
         """Create relation `name` of the rows of the files, with the columns `file_` and `order_`.
@@ -155,6 +157,7 @@ class DuckDBEngine:
         # Most queries of a column are too small for several threads.
         self.columns_at_once = 1 if self._is_small else self._threads
         self._own, self._of_threads = threading.get_ident(), threading.local()
+        self.staged: Mapping[str, list[int]] = {}
         self._coded: dict[str, Any] = {}  # relations that `stage` has written
         self._connection = connect(config, directory, max(memory - BASE_BYTES, 2 * memory // 5))
         self._connection.execute(
@@ -227,17 +230,23 @@ class DuckDBEngine:
         temporary = path.with_name(f"{path.name}.new")
         paths = [file.path for file in rows.files]
         found = dictionary_columns(paths, rows.plain) if rows.plain else {}
-        # DuckDB reads what Arrow does not, or names what is wrong with it; not while the error has the open stream.
-        for dictionaries in (found, {}):
+        # DuckDB reads what Arrow does not, or names what is wrong with it; not while the error has the open stream. Another
+        # split is staged as it is written, and refused later.
+        for dictionaries, split in ((found, SPLIT_TYPE), ({}, SPLIT_TYPE), ({}, "VARCHAR")):
             try:
-                self._stage(rows, dictionaries, _emptied(temporary))
+                self._stage(rows, dictionaries, _emptied(temporary), split)
                 break
             except pa.ArrowException:
                 if not dictionaries:
                     raise
+            except QueryError as error:
+                if SPLIT_TYPE not in str(error):
+                    raise
         replace_directory(temporary, path)
 
-    def _stage(self, rows: StagedRows, dictionaries: Mapping[str, list[str]], path: Path) -> None:
+    def _stage(
+        self, rows: StagedRows, dictionaries: Mapping[str, list[str]], path: Path, split: str
+    ) -> None:
         import pyarrow as pa
 
         from preproc.table.parquet_texts import ParquetTexts
@@ -249,6 +258,9 @@ class DuckDBEngine:
             pa.set_memory_pool(pa.system_memory_pool())
         query = rows.with_text_items
         schema = self.schema(query)
+        if "split_" in schema.names:
+            query = _with_casts(query, {"split_": split})
+            schema = self.schema(query)
         for name in set(rows.order_by) - {"file_"}:
             schema = schema.remove(schema.get_field_index(name))
         if found := [*dictionaries, *rows.crosses]:
@@ -276,7 +288,9 @@ class DuckDBEngine:
                 yield batch, texts.take(len(batch) if dictionaries else 0)
 
         with closing(stream):  # another query needs the connection, also after an error
-            write_coded(with_texts(), schema, rows.values, path, self._threads, rows.crosses)
+            self.staged = write_coded(
+                with_texts(), schema, rows.values, path, self._threads, rows.crosses
+            )
 
     def _counting_ties(
         self, batches: "Iterator[pa.RecordBatch]", keys: list[str]
@@ -420,6 +434,12 @@ def _emptied(path: Path) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
+
+
+def _with_casts(query: str, types: Mapping[str, str]) -> str:
+    """Return `query` with other types of some columns."""
+    casts = ", ".join(f"CAST({name} AS {kind}) AS {name}" for name, kind in types.items())
+    return f"SELECT * REPLACE ({casts}) FROM ({query})" if casts else query
 
 
 def _operators(plan: list[dict[str, Any]]) -> set[str]:

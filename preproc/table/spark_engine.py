@@ -7,7 +7,7 @@ the settings of the RAPIDS accelerator.
 
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class SparkEngine:
     doubles = "ARRAY<DOUBLE>"
     drops_zones = False
     num_ties = 0
+    staged: Mapping[str, list[int]] = {}
 
     def __init__(self, config: PreprocConfig, directory: Path) -> None:
         session = SparkSession.builder.appName("preproc")

@@ -623,7 +623,7 @@ def _binary(name: str, kind: str, title: str) -> tuple[str, list[str]]:
     one, zero = f"{label} IN ('1', '1.0', 'true')", f"{label} IN ('0', '0.0', 'false')"
     if kind in (*INTEGERS, *FLOAT_TYPES):
         one, zero = f"{name} = 1", f"{name} = 0"
-    return f"CASE WHEN {one} THEN 1 WHEN {zero} THEN 0 END", [
+    return f"CAST(CASE WHEN {one} THEN 1 WHEN {zero} THEN 0 END AS TINYINT)", [
         f"WHEN {name} IS NULL THEN {text(f'{title} is missing')}",
         f"WHEN NOT ({zero} OR {one}) THEN {text(f'{title} is ')} || {shown_value(label)} || ', wanted 0 or 1'",
     ]

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from pyarrow.fs import LocalFileSystem
 
 from dataloading.dataset.parquet_writer import as_arrow, as_scalar
+from preproc.dataset_writer import ChecksummedFile
 from preproc.ordered_map import ordered_map
 from preproc.table.expressions import CODED_FILE, NO_CODE, RELATION_FILE
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:  # imports pandas
 
 # Rows that differ in few texts are coded in 4 bytes.
 MOST_CODES = 2**31 - 1
+# Columns of staged rows with long runs of equal values, of which a run is stored once.
+IN_RUNS = ("file_", "bad_")
 TEXTS_SCHEMA = pa.schema({"code": pa.int32(), "value": pa.string()})
 BLANK_AND_SEPARATOR = pa.StringArray.from_buffers(
     2, pa.py_buffer(np.array([0, 0, 1], np.int32)), pa.py_buffer(b"\x1f")
@@ -92,8 +95,10 @@ def write_coded(
     path: Path,
     threads: int,
     crosses: Mapping[str, Sequence[str]],
-) -> None:
+) -> dict[str, list[int]]:
     """Write the rows, with `row_` from 0, to a file in `path`, and the texts of every column in `path/texts_<column>`.
+
+    Returns bytes and CRC-32 of the files, by their paths in `path`.
 
     `batches`: rows in their order, and texts of theirs that are dictionaries already. `threads`: that number the texts;
     another one reads the batches, and this one writes. `crosses`: columns that the rows lack, and the other ones that each is
@@ -116,7 +121,13 @@ def write_coded(
         writer = _Writer(files, path, schema, columns)
         for batch, found in ordered_map(coded, batches, threads, threads + 1):
             writer.append(batch, found)
-        writer.finish()
+        return {
+            file.path.relative_to(path).as_posix(): [
+                file.record["bytes"],
+                int(file.record["crc32"], 16),
+            ]
+            for file in writer.finish()
+        }
 
 
 class _Writer:
@@ -129,17 +140,25 @@ class _Writer:
         for name in columns:
             is_list = pa.types.is_list(kinds[name])
             kinds[name] = pa.list_(pa.int32()) if is_list else pa.int32()
+        for name in kinds.keys() & IN_RUNS:
+            kinds[name] = pa.run_end_encoded(pa.int32(), kinds[name])
         self._schema = pa.schema(kinds)
         self._num_codes = dict.fromkeys(columns, 0)
         self._num_rows = 0
-        self._rows = _new_file(files, path, self._schema)
-        self._texts = {
-            name: _new_file(files, path / f"texts_{name}", TEXTS_SCHEMA) for name in columns
-        }
+        self._files: list[ChecksummedFile] = []
 
-    def finish(self) -> None:
+        def new_file(directory: Path, schema: pa.Schema) -> pa.RecordBatchFileWriter:
+            directory.mkdir(exist_ok=True)
+            self._files.append(files.enter_context(ChecksummedFile(directory / CODED_FILE)))
+            return pa.ipc.new_file(self._files[-1], schema)
+
+        self._rows = new_file(path, self._schema)
+        self._texts = {name: new_file(path / f"texts_{name}", TEXTS_SCHEMA) for name in columns}
+
+    def finish(self) -> list[ChecksummedFile]:
         for writer in (self._rows, *self._texts.values()):
             writer.close()
+        return self._files
 
     def append(self, batch: pa.RecordBatch, coded: dict[str, Coded]) -> None:
         rows = np.arange(self._num_rows, self._num_rows + len(batch))
@@ -148,7 +167,8 @@ class _Writer:
         for name in self._schema.names[1:]:
             found = coded.get(name)
             first = 0 if found is None else self._append_texts(name, found)
-            columns.append(batch.column(name) if found is None else found.column(first))
+            column = batch.column(name) if found is None else found.column(first)
+            columns.append(pc.run_end_encode(column) if name in IN_RUNS else column)
         self._rows.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
 
     def _append_texts(self, name: str, coded: Coded) -> int:
@@ -164,12 +184,6 @@ class _Writer:
         texts = pa.RecordBatch.from_arrays([codes, coded.texts], schema=TEXTS_SCHEMA)
         self._texts[name].write_batch(texts)
         return first
-
-
-def _new_file(files: ExitStack, directory: Path, schema: pa.Schema) -> pa.RecordBatchFileWriter:
-    directory.mkdir(exist_ok=True)
-    file = files.enter_context(pa.OSFile(str(directory / CODED_FILE), "wb"))
-    return pa.ipc.new_file(file, schema)
 
 
 def mapped_rows(directory: Path) -> pa.Table:

@@ -44,7 +44,8 @@ class Journal:
     def _record(self, name: str, path: Path) -> None:
         self._raise_failed()
         state = self.work.state
-        records = self.work.synced_records(path)
+        # Only staged rows have files of these names.
+        records = self.work.synced_records(path, self.engine.staged)
         state["checked"] |= records
         state.setdefault("relations", []).append(name)
         self.work.save()

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from preproc.table.duckdb_engine import QueryError
+from preproc.table.duckdb_engine import DuckDBEngine, QueryError
 from preproc.table.text_order import is_text, refuse_text_order
 from preproc.transformed_rows import open_transformed_rows
 from tests.helpers.preproc_command import Refused, data_files
@@ -317,3 +317,28 @@ def test_a_text_column_orders_and_divides_rows_when_it_is_cast(tmp_path, monkeyp
     build(tmp_path / "x", table(**query), "mode=transform", f"fitted={tmp_path / 'earlier'}")
     build(tmp_path / "text", table(order_by=["text_order(ts)"]))
     assert numbers(tmp_path / "text")["train"] == sorted(range(5, 105), key=str)[:80]
+
+
+@pytest.mark.parametrize(
+    ("expression", "message", "times"),
+    [
+        ("CASE WHEN CAST(x AS INTEGER) < 9 THEN 'train' ELSE 'tst' END", "got split 'tst'", 3),
+        ("CASE WHEN CAST(s AS INTEGER) < 9 THEN 'train' ELSE 'test' END", "s9", 1),
+    ],
+)
+def test_rows_are_staged_again_only_for_a_split_with_another_name(
+    tmp_path, monkeypatch, expression, message, times
+):
+    rows = [f"{i % 2},{i},{i if i < 9 else f's{i}'}" for i in range(12)]
+    (tmp_path / "t.csv").write_text("\n".join(["y,x,s", *rows]) + "\n")
+    table = {
+        "sources": {"t": {"files": str(tmp_path / "t.csv")}},
+        "label": {"name": "y"},
+        "categorical": ["x"],
+        "split": {"by": "column", "expression": expression},
+    }
+    staged, stage = [], DuckDBEngine._stage
+    monkeypatch.setattr(DuckDBEngine, "_stage", lambda *of: staged.append(of) or stage(*of))
+    with pytest.raises(Refused, match=message):
+        build(tmp_path / "out", table)
+    assert len(staged) == times

@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from configs.preproc_schema import PreprocConfig
+from preproc.column_store import size_and_crc32
 from preproc.table import duckdb_engine, output_files, text_codes
 from preproc.table.duckdb_engine import DuckDBEngine
-from preproc.table.expressions import RELATION_FILE
+from preproc.table.expressions import CODED_FILE, RELATION_FILE
 from preproc.table.parquet_texts import dictionary_columns
 from preproc.table.pipeline import build as pipeline
 from preproc.transformed_rows import open_transformed_rows
@@ -171,6 +172,22 @@ def test_every_thread_queries_the_mapped_rows(tmp_path):
     assert found == [wanted, wanted]
 
 
+def test_files_of_staged_rows_take_few_bytes_and_have_the_checksums_of_their_bytes(tmp_path):
+    rows = 10_000
+    columns = {"file_": pa.array(np.zeros(rows, np.int32)), "bad_": pa.nulls(rows, pa.string())}
+    batch = pa.record_batch(columns | {"c0": pa.array(["a", "b"] * (rows // 2))})
+    found = text_codes.write_coded(iter([(batch, {})] * 2), batch.schema, ["c0"], tmp_path, 1, {})
+    assert found.keys() == {CODED_FILE, f"texts_c0/{CODED_FILE}"}
+    for name, record in found.items():
+        assert tuple(record) == size_and_crc32(tmp_path / name)
+        assert Work(tmp_path, tmp_path, {}).synced_records(tmp_path, found)[name] == [record]
+    assert found[CODED_FILE][0] < 2 * rows * (8 + 4 + 1)  # of the row's number and the code
+    with closing(DuckDBEngine(PreprocConfig(source="a", output="b"), tmp_path)) as engine:
+        engine.view("rows_", tmp_path)
+        counted = engine.rows("SELECT file_, count(*), count(bad_) FROM rows_ GROUP BY file_")
+    assert counted == [(0, 2 * rows, 0)]
+
+
 @pytest.mark.parametrize(("value", "message"), [(-1, "is -1, wanted 0 or 1"), (None, "is missing")])
 def test_a_label_of_whole_numbers_is_0_or_1(tmp_path, value, message):
     pq.write_table(pa.table({"y": [0, 1, value], "c": [1, 2, 3]}), tmp_path / "a.parquet")
@@ -235,9 +252,15 @@ def test_a_column_with_the_path_of_a_field_is_no_dictionary(tmp_path):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("file", ["0.arrow", "texts_c/0.arrow"])
-def test_a_full_disk_leaves_no_writer_that_fails_at_its_end(tmp_path, file):
-    (tmp_path / "texts_c").mkdir()
-    (tmp_path / file).symlink_to("/dev/full")
+def test_a_full_disk_leaves_no_writer_that_fails_at_its_end(tmp_path, file, monkeypatch):
+    write = text_codes.ChecksummedFile.write
+
+    def full(self, data):
+        if self.path == tmp_path / file:
+            raise OSError(28, "No space left on device")
+        return write(self, data)
+
+    monkeypatch.setattr(text_codes.ChecksummedFile, "write", full)
     batch = pa.record_batch({"c": pa.array(["a"])})
     with pytest.raises(OSError, match="No space left"):
         text_codes.write_coded(iter([(batch, {})]), batch.schema, ["c"], tmp_path, 1, {})
