@@ -4,12 +4,15 @@ if __name__ == "__main__":
     # First, since the imports below take a moment, and make no garbage that is worth looking for.
     import atexit
     import gc
+    import sys
 
     from configs.stop_signals import end_at_once_on_signals
 
     end_at_once_on_signals()
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)  # nor at the end
+    # A thread that draws holds the interpreter's lock for so long, and those that write files need it between two calls.
+    sys.setswitchinterval(0.0002)
 
 import os
 import shutil

@@ -25,6 +25,12 @@ NO_DATA = ("report.png", "bad_rows.tsv")
 """Files with times of the run, or paths of its input. The spec does not list them: the same data have the same spec."""
 
 
+def sync_named(path: Path) -> None:
+    """Make a written file and its name survive a power cut."""
+    sync_file(path)
+    sync_directory(path.parent)
+
+
 class ChecksummedFile(CountedFile):
     """A file of which isal computes the CRC-32, faster than zlib."""
 
@@ -32,25 +38,27 @@ class ChecksummedFile(CountedFile):
 
 
 class RecordedFile(ChecksummedFile):
-    """One file of the dataset, written from its start, and synced at the end of the block; `record` is by its name."""
+    """One file of the dataset, written from its start; at the end of the block `sync` is called with its path.
 
-    def __init__(self, dataset: Path, name: str) -> None:
+    `record` is by its name.
+    """
+
+    def __init__(
+        self, dataset: Path, name: str, sync: Callable[[Path], object] = sync_named
+    ) -> None:
         path = dataset / name
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)  # of a killed run
         super().__init__(path)
-        self._name = name
+        self._name, self._sync = name, sync
 
     def append(self, values: np.ndarray) -> None:
         self.write(bytes_of(values))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
-        try:
-            if kind is None:
-                self.sync()
-                sync_directory(self.path.parent)
-        finally:
-            self.close()
+        self.close()
+        if kind is None:
+            self._sync(self.path)
 
     @property
     def record(self) -> dict[str, dict[str, Any]]:

@@ -257,10 +257,9 @@ class DuckDBEngine:
             # It returns what is free.
             pa.set_memory_pool(pa.system_memory_pool())
         query = rows.with_text_items
-        schema = self.schema(query)
-        if "split_" in schema.names:
+        if "split_" in dict(self.columns(query)):
             query = _with_casts(query, {"split_": split})
-            schema = self.schema(query)
+        schema = self.schema(query)
         for name in set(rows.order_by) - {"file_"}:
             schema = schema.remove(schema.get_field_index(name))
         if found := [*dictionaries, *rows.crosses]:

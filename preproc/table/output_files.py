@@ -3,6 +3,7 @@
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +17,7 @@ from dataloading.dataset.column_files import column_file_name
 from dataloading.dataset.feature_spec import CategoricalFeature
 from dataloading.dataset.row_columns import Channel, RowColumn
 from dataloading.lineage import RARE, VOCABULARY
-from preproc.dataset_writer import RecordedFile
+from preproc.dataset_writer import RecordedFile, sync_named
 from preproc.report.console import LabelSum, ListCounts, NumericalRange
 from preproc.table.expressions import CODED_FILE, RELATION_FILE, quoted, text
 from preproc.table.extension import DAYS_COLUMNS
@@ -62,8 +63,21 @@ class TableFiles(AbstractContextManager["TableFiles"]):
             f"SET preserve_insertion_order = true; SET temp_directory = {spill}"
         )
 
-    def __exit__(self, *_: object) -> None:
+        # A thread waits for the disk, while others compute.
+        self._syncs = ThreadPoolExecutor(1)
+        self._synced: list[Future[None]] = []
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._connection.close()
+        self._syncs.shutdown(cancel_futures=kind is not None)
+        for synced in self._synced if kind is None else ():
+            synced.result()
+
+    def _sync(self, path: Path) -> None:
+        self._synced.append(self._syncs.submit(sync_named, path))
+
+    def _file(self, name: str) -> RecordedFile:
+        return RecordedFile(self.dataset, name, self._sync)
 
     def _files(self, relation: str) -> str:
         return text(glob.escape(str(self.directory / relation)) + "/*.parquet")
@@ -121,7 +135,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         for (name, column), (split, rows) in product(columns.items(), self.splits.items()):
             total = LabelSum(0, column.is_binary)
             file_name = column_file_name(labels, column)
-            with RecordedFile(self.dataset, f"{split}/{file_name}") as file:
+            with self._file(f"{split}/{file_name}") as file:
                 for batch in self.batches(self.rows_in, [name], rows):
                     values = np.from_dlpack(batch.column(0)).astype(column.stored)
                     total.add(values)
@@ -169,7 +183,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
             return {}
         ranges = {name: NumericalRange() for name in names}
         for split, rows in self.splits.items():
-            with RecordedFile(self.dataset, f"{split}/numerical.bin") as file:
+            with self._file(f"{split}/numerical.bin") as file:
                 for batch in self.batches(relation, columns, rows):
                     of_columns = [np.from_dlpack(column) for column in batch.columns]
                     values = stored_numericals(of_columns, dtype)
@@ -216,13 +230,11 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         for split, rows in self.splits.items():
             counts[split] = count = IdCounts(lists=ListCounts() if described.is_list else None)
             with ExitStack() as stack:
-                file = stack.enter_context(
-                    RecordedFile(self.dataset, f"{split}/{feature.name}.bin")
-                )
+                file = stack.enter_context(self._file(f"{split}/{feature.name}.bin"))
                 offsets, total = None, 0
                 if feature.hotness is None:
                     name = f"{split}/{feature.name}.offsets.bin"
-                    offsets = stack.enter_context(RecordedFile(self.dataset, name))
+                    offsets = stack.enter_context(self._file(name))
                     offsets.append(np.zeros(1, "<i8"))
                 for found, lengths in read(rows):
                     missing = int(np.count_nonzero(found == NO_VALUE))
@@ -256,7 +268,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         rows_at_once = max(CHUNK_ROWS // hotness, 1)
         for split, rows in self.splits.items():
             counts[split] = count = IdCounts()
-            with RecordedFile(self.dataset, f"{split}/{feature.name}.bin") as file:
+            with self._file(f"{split}/{feature.name}.bin") as file:
                 for batch in self.batches(slices, ["stop_", "length_"], rows):
                     stops, lengths = (np.asarray(of).astype(np.int64) for of in batch.columns)
                     for first in range(0, len(batch), rows_at_once):
@@ -342,6 +354,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
                 # One thread fills each batch, but the last, whatever files it reads.
                 for batch in batches:
                     writer.write_batch(batch)
+        self._sync(self.dataset / name)
 
 
 def _expect(is_right: bool | np.bool_, what: str) -> None:

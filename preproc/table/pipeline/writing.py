@@ -64,16 +64,16 @@ def write_splits(
         summaries = {
             split: SplitSummary(len(part), labels.result()[split]) for split, part in splits.items()
         }
+        changes = pool.submit(count_changes, journal, rows, of.numericals, summaries)
         if threads == 1:
             # What follows computes beside those that write.
             wait([numericals])
             wait(features.values())
             wait(logs)
-        count_changes(journal, rows, of.numericals, summaries)
         ranges = numericals.result()
         numerical_bin = dataset / next(iter(summaries)) / "numerical.bin"
         draw_report(dataset, numerical_bin, of.columns, summaries, config, table)
-        for task in (kept, *logs):
+        for task in (kept, *logs, changes):
             task.result()
         for name, counts in features.items():
             for split, count in counts.result().items():

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from time import sleep
 
 import numpy as np
 import pyarrow as pa
@@ -220,6 +221,27 @@ def test_a_full_disk_is_an_error_where_ids_are_mapped(tmp_path, monkeypatch):
     monkeypatch.undo()
     output_files.allocate(tmp_path / "ids.bin", 100)
     assert (tmp_path / "ids.bin").stat().st_size == 100
+
+
+def test_files_are_on_the_disk_at_the_end_of_their_block(tmp_path, monkeypatch):
+    synced = []
+
+    def write(sync):
+        monkeypatch.setattr(output_files, "sync_named", sync)
+        work = Work(tmp_path, tmp_path, {})
+        with output_files.TableFiles(work, "rows_", {}) as files:
+            for name in ("train/a.bin", "test/a.bin"):
+                with files._file(name) as file:
+                    file.append(np.arange(3))
+                assert (tmp_path / name).stat().st_size == 24  # others read it at once
+
+    def failing(path):
+        raise OSError(5, "Input/output error", str(path))
+
+    write(lambda path: sleep(0.1) or synced.append(path))
+    assert synced == [tmp_path / "train/a.bin", tmp_path / "test/a.bin"]
+    with pytest.raises(OSError, match=r"Input/output error: .*train/a.bin"):
+        write(failing)
 
 
 def test_a_vocabulary_has_the_same_bytes_from_any_number_of_files(tmp_path, monkeypatch):
