@@ -26,6 +26,8 @@ class Transform:
     # 0, of a column with a single value, is given as 1.
     fits: str | None = None
     counts: str | None = None  # what the report counts: values that are `emptied` or `clipped`
+    # (expression, numbers) -> condition of such a value, if it takes less time than a comparison with the result
+    counted: Callable[..., str] | None = None
 
     def __post_init__(self) -> None:
         good = self.fits in (None, "range", "moments") and not (self.fits and self.arguments)
@@ -60,6 +62,7 @@ TRANSFORMS = {
         ],
         arguments=2,
         counts="clipped",
+        counted=lambda x, low, high: f"(({x}) < {low} OR ({x}) > {high})",
     ),
     "log": Transform(
         sql=lambda x, shift: f"(CASE WHEN ({x}) + {shift} > 0 THEN ln(({x}) + {shift}) END)",
@@ -68,6 +71,7 @@ TRANSFORMS = {
         ],
         arguments=1,
         counts="emptied",
+        counted=lambda x, shift: f"NOT (({x}) + {shift} > 0)",
     ),
     "minmax": Transform(sql=_scaled, python=_python_scaled, fits="range"),
     "standardise": Transform(sql=_scaled, python=_python_scaled, fits="moments"),

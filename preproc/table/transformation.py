@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from configs.table_schema import Categorical, Numerical, TableConfig, transform_of
+from configs.table_schema import Categorical, Numerical, TableConfig, arguments_of, transform_of
 from configs.transforms import transform_named
 from dataloading.dataset.feature_spec import CategoricalFeature
-from preproc.table.expressions import as_float, transformed
+from preproc.table.expressions import as_float, double, transformed
 
 NO_VALUE = -1
 """In place of the id, or the key, of a missing value or an empty item."""
@@ -50,12 +50,15 @@ def changed_values(
         before = f"n{number}"
         for transform, fitted in zip(feature.transforms, statistics[feature.name], strict=True):
             after = transformed(before, transform, fitted)
-            counts = transform_named(transform_of(transform)[0]).counts
-            if counts == "emptied":
-                lost = f"({before}) IS NOT NULL AND ({after}) IS NULL"
-                conditions.append((feature.name, "emptied", lost))
-            elif counts == "clipped":
-                conditions.append((feature.name, "clipped", f"({after}) <> ({before})"))
+            of = transform_named(transform_of(transform)[0])
+            if of.counted:
+                changed = of.counted(before, *map(double, arguments_of(transform, fitted)))
+            elif of.counts == "emptied":
+                changed = f"({before}) IS NOT NULL AND ({after}) IS NULL"
+            else:
+                changed = f"({after}) <> ({before})"
+            if of.counts:
+                conditions.append((feature.name, of.counts, changed))
             before = after
     return conditions
 

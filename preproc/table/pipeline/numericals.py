@@ -137,7 +137,7 @@ def count_changes(
 ) -> None:
     """Count per split the values that transforms emptied or replaced."""
     changes = changed_values(journal.table.numerical, numericals.statistics)
-    selected = ", ".join(f"CAST(count_if({sql}) AS BIGINT)" for *_, sql in changes)
+    selected = ", ".join(f"CAST(coalesce(count_if({sql}), 0) AS BIGINT)" for *_, sql in changes)
     for split, part in rows.splits.items() if changes else ():
         (found,) = journal.engine.rows(f"SELECT {selected} FROM {rows_of(part)}")
         for (name, kind, _), count in zip(changes, found, strict=True):

@@ -4,14 +4,18 @@ import io
 import json
 from types import SimpleNamespace
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
 from rich.console import Console
 
+from configs.transforms import TRANSFORMS
 from preproc.report.console import NumericalRange, print_notes
 from preproc.table.duckdb_engine import DuckDBEngine
 from tests.preproc.table.test_pipeline import build
+
+CHANGING = (("log", {"log": 1}), ("clip", {"clip": [0, 9]}))
 
 
 def notes(*batches):
@@ -72,6 +76,34 @@ def test_the_note_of_a_table_counts_training_rows_after_their_transforms(tmp_pat
     options = ("mode=transform", f"fitted={tmp_path / 'out'}", "split_name=null")
     assert build(tmp_path / "again", table, *options) == files
     assert "note:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("log", (1,)), ("clip", (0, 9)), ("clip", (3, 3))])
+def test_what_a_transform_changes_is_counted_by_its_condition_as_by_its_result(name, numbers):
+    of, arguments = TRANSFORMS[name], [f"CAST({number} AS DOUBLE)" for number in numbers]
+    values = "(VALUES (-2e300), (-1), (-0.5), (0), (3), (9), (9.5), ('inf'), ('-inf'), (NULL))"
+    rows = f"(SELECT CAST(col0 AS DOUBLE) AS x FROM {values})"
+    result = of.sql("x", *arguments)
+    by_result = f"x IS NOT NULL AND {result} IS NULL" if name == "log" else f"{result} <> x"
+    counts = f"count_if({of.counted('x', *arguments)}), count_if({by_result})"
+    (found,) = duckdb.sql(f"SELECT {counts} FROM {rows}").fetchall()
+    assert found[0] == found[1] > 2
+
+
+def test_no_value_of_a_column_that_is_missing_is_changed(tmp_path):
+    (tmp_path / "t.csv").write_text("\n".join(["y,c,x", *(f"{i % 2},a," for i in range(8))]) + "\n")
+    numerical = [{"name": kind, "expression": "x", "transforms": [of]} for kind, of in CHANGING]
+    table = {
+        "sources": {"t": {"files": str(tmp_path / "t.csv")}},
+        "label": {"name": "y"},
+        "categorical": ["c"],
+        "numerical": numerical,
+        "split": {"train": 0.5},
+    }
+    build(tmp_path / "out", table)
+    for split in json.loads((tmp_path / "out/report.json").read_text())["splits"].values():
+        assert split["emptied"] == {"log": 0}
+        assert split["clipped"] == {"clip": 0}
 
 
 def test_values_that_a_transform_empties_are_counted(tmp_path, capsys):
