@@ -31,21 +31,12 @@ def sync_named(path: Path) -> None:
     sync_directory(path.parent)
 
 
-class ChecksummedFile(CountedFile):
-    """A file of which isal computes the CRC-32, faster than zlib."""
+class RecordedFile(CountedFile):
+    """A file written from its start; the end of the block calls `sync` with its path. `record` is by its name."""
 
     checksum = staticmethod(crc32)
 
-
-class RecordedFile(ChecksummedFile):
-    """One file of the dataset, written from its start; at the end of the block `sync` is called with its path.
-
-    `record` is by its name.
-    """
-
-    def __init__(
-        self, dataset: Path, name: str, sync: Callable[[Path], object] = sync_named
-    ) -> None:
+    def __init__(self, dataset: Path, name: str, sync: Callable[[Path], Any] = sync_named) -> None:
         path = dataset / name
         path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)  # of a killed run

@@ -70,22 +70,18 @@ class Work:
         replace_text(path, record)
 
     def synced_records(
-        self, path: Path, known: Mapping[str, list[int]] | None = None
+        self, path: Path, known: Mapping[str, dict[str, Any]] | None = None
     ) -> dict[str, list[list[int]]]:
         """Sync a file of the work directory, or a directory and all files in it; return their entries of `checked`.
 
-        `known`: bytes and CRC-32 of files in the directory that were computed as these were written, by their paths in it.
+        `known`: bytes and CRC-32 of some files of the directory, computed as these were written.
         """
         files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
         for written in {*files, path, *path.rglob("*"), path.parent}:
             sync_file(written)
-        of_files = {path / name: record for name, record in (known or {}).items()}
-        return {
-            file.relative_to(self.directory).as_posix(): [
-                of_files.get(file) or list(size_and_crc32(file))
-            ]
-            for file in files
-        }
+        parts = {path / n: [of["bytes"], int(of["crc32"], 16)] for n, of in (known or {}).items()}
+        parts = {file: parts.get(file) or list(size_and_crc32(file)) for file in files}
+        return {file.relative_to(self.directory).as_posix(): [of] for file, of in parts.items()}
 
     def restart(self) -> None:
         """Drop the record and the files of the dataset, but not the identity of the run."""
@@ -292,9 +288,9 @@ def _compare_file(path: Path, parts: list[list[Any]], may_be_longer: bool) -> No
 
 
 def clear(directory: Path, but: str | None = None) -> None:
-    for stale in directory.iterdir():
-        if stale.name != but:
-            _delete(stale)
+    # The disk may be told of every free block, which takes time, but little of a core.
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(_delete, (path for path in directory.iterdir() if path.name != but)))
 
 
 def _delete(path: Path) -> None:

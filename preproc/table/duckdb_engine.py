@@ -73,7 +73,9 @@ class StagedRows:
     def with_text_items(self) -> str:
         """The query for DuckDB, in which items of lists are texts, as single values are."""
         lists = [name for name, is_list in self.values.items() if is_list]
-        return _with_casts(self.query, dict.fromkeys(lists, "VARCHAR[]"))
+        casts = ", ".join(f"CAST({name} AS VARCHAR[]) AS {name}" for name in lists)
+        replaced = f"REPLACE ({casts})" if lists else ""
+        return f"SELECT * {replaced} FROM ({self.query})"
 
 
 class Engine(Protocol):
@@ -84,8 +86,7 @@ class Engine(Protocol):
     drops_zones: bool  # whether a text that becomes a TIMESTAMP loses its zone
     codes_texts: bool  # whether `stage` writes codes in place of texts
     num_ties: int  # rows of the latest `stage` whose order is that of the row before; Spark: 0
-    # bytes and CRC-32 of files of the latest `stage`, if it has computed them, by their paths in it
-    staged: Mapping[str, list[int]]
+    staged: Mapping[str, Any]  # bytes and CRC-32 of files of the latest `stage`; Spark: none
 
     def read(self, name: str, files: SourceFiles, change: Callable[[str], str]) -> None:
         """Create relation `name` of the rows of the files, with the columns `file_` and `order_`.
@@ -157,7 +158,7 @@ class DuckDBEngine:
         # Most queries of a column are too small for several threads.
         self.columns_at_once = 1 if self._is_small else self._threads
         self._own, self._of_threads = threading.get_ident(), threading.local()
-        self.staged: Mapping[str, list[int]] = {}
+        self.staged: Mapping[str, Any] = {}
         self._coded: dict[str, Any] = {}  # relations that `stage` has written
         self._connection = connect(config, directory, max(memory - BASE_BYTES, 2 * memory // 5))
         self._connection.execute(
@@ -258,7 +259,7 @@ class DuckDBEngine:
             pa.set_memory_pool(pa.system_memory_pool())
         query = rows.with_text_items
         if "split_" in dict(self.columns(query)):
-            query = _with_casts(query, {"split_": split})
+            query = f"SELECT * REPLACE (CAST(split_ AS {split}) AS split_) FROM ({query})"
         schema = self.schema(query)
         for name in set(rows.order_by) - {"file_"}:
             schema = schema.remove(schema.get_field_index(name))
@@ -287,9 +288,10 @@ class DuckDBEngine:
                 yield batch, texts.take(len(batch) if dictionaries else 0)
 
         with closing(stream):  # another query needs the connection, also after an error
-            self.staged = write_coded(
+            staged = write_coded(
                 with_texts(), schema, rows.values, path, self._threads, rows.crosses
             )
+        self.staged = staged
 
     def _counting_ties(
         self, batches: "Iterator[pa.RecordBatch]", keys: list[str]
@@ -433,12 +435,6 @@ def _emptied(path: Path) -> Path:
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
-
-
-def _with_casts(query: str, types: Mapping[str, str]) -> str:
-    """Return `query` with other types of some columns."""
-    casts = ", ".join(f"CAST({name} AS {kind}) AS {name}" for name, kind in types.items())
-    return f"SELECT * REPLACE ({casts}) FROM ({query})" if casts else query
 
 
 def _operators(plan: list[dict[str, Any]]) -> set[str]:

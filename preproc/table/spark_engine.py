@@ -48,7 +48,7 @@ class SparkEngine:
     doubles = "ARRAY<DOUBLE>"
     drops_zones = False
     num_ties = 0
-    staged: Mapping[str, list[int]] = {}
+    staged: Mapping[str, Any] = {}
 
     def __init__(self, config: PreprocConfig, directory: Path) -> None:
         session = SparkSession.builder.appName("preproc")

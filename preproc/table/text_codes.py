@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from pyarrow.fs import LocalFileSystem
 
 from dataloading.dataset.parquet_writer import as_arrow, as_scalar
-from preproc.dataset_writer import ChecksummedFile
+from preproc.dataset_writer import RecordedFile
 from preproc.ordered_map import ordered_map
 from preproc.table.expressions import CODED_FILE, NO_CODE, RELATION_FILE
 
@@ -95,10 +95,10 @@ def write_coded(
     path: Path,
     threads: int,
     crosses: Mapping[str, Sequence[str]],
-) -> dict[str, list[int]]:
+) -> dict[str, dict[str, Any]]:
     """Write the rows, with `row_` from 0, to a file in `path`, and the texts of every column in `path/texts_<column>`.
 
-    Returns bytes and CRC-32 of the files, by their paths in `path`.
+    Returns bytes and CRC-32 of every file, by its path in `path`.
 
     `batches`: rows in their order, and texts of theirs that are dictionaries already. `threads`: that number the texts;
     another one reads the batches, and this one writes. `crosses`: columns that the rows lack, and the other ones that each is
@@ -121,13 +121,7 @@ def write_coded(
         writer = _Writer(files, path, schema, columns)
         for batch, found in ordered_map(coded, batches, threads, threads + 1):
             writer.append(batch, found)
-        return {
-            file.path.relative_to(path).as_posix(): [
-                file.record["bytes"],
-                int(file.record["crc32"], 16),
-            ]
-            for file in writer.finish()
-        }
+        return writer.finish()
 
 
 class _Writer:
@@ -145,20 +139,20 @@ class _Writer:
         self._schema = pa.schema(kinds)
         self._num_codes = dict.fromkeys(columns, 0)
         self._num_rows = 0
-        self._files: list[ChecksummedFile] = []
+        self._files: list[RecordedFile] = []
 
-        def new_file(directory: Path, schema: pa.Schema) -> pa.RecordBatchFileWriter:
-            directory.mkdir(exist_ok=True)
-            self._files.append(files.enter_context(ChecksummedFile(directory / CODED_FILE)))
-            return pa.ipc.new_file(self._files[-1], schema)
+        def new_file(name: str, schema: pa.Schema) -> pa.RecordBatchFileWriter:
+            file = RecordedFile(path, name, sync=lambda _: None)  # later, beside other work
+            self._files.append(files.enter_context(file))
+            return pa.ipc.new_file(file, schema)
 
-        self._rows = new_file(path, self._schema)
-        self._texts = {name: new_file(path / f"texts_{name}", TEXTS_SCHEMA) for name in columns}
+        self._rows = new_file(CODED_FILE, self._schema)
+        self._texts = {n: new_file(f"texts_{n}/{CODED_FILE}", TEXTS_SCHEMA) for n in columns}
 
-    def finish(self) -> list[ChecksummedFile]:
+    def finish(self) -> dict[str, dict[str, Any]]:
         for writer in (self._rows, *self._texts.values()):
             writer.close()
-        return self._files
+        return {name: record for file in self._files for name, record in file.record.items()}
 
     def append(self, batch: pa.RecordBatch, coded: dict[str, Coded]) -> None:
         rows = np.arange(self._num_rows, self._num_rows + len(batch))
@@ -259,9 +253,11 @@ def counted_texts(directory: Path, counts: np.ndarray) -> pa.RecordBatchReader:
         with pa.OSFile(str(directory / CODED_FILE)) as file, pa.ipc.open_file(file) as texts:
             for number in range(texts.num_record_batches):
                 values = texts.get_batch(number).column("value")
-                found = as_arrow(counts[first : first + len(values)])
+                found = counts[first : first + len(values)]
                 first += len(values)
-                batch = pa.RecordBatch.from_arrays([values, found], schema=schema)
-                yield batch.filter(pc.greater(found, as_scalar(np.int64(0))))
+                batch = pa.RecordBatch.from_arrays([values, as_arrow(found)], schema=schema)
+                # A filter copies the texts, also if it leaves none out.
+                is_counted = pc.greater(batch.column("count"), as_scalar(np.int64(0)))
+                yield batch if found.all() else batch.filter(is_counted)
 
     return pa.RecordBatchReader.from_batches(schema, batches())

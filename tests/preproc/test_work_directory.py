@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from preproc import work_directory
 from preproc.criteo import parse, shuffle
 from preproc.dataset_writer import checksum
 from preproc.report.console import Phase
@@ -240,3 +241,25 @@ def test_a_link_at_the_work_directory_is_refused_and_its_target_kept(tmp_path, l
     with pytest.raises(Refused, match="is a symbolic link; remove it"):
         preproc(*raw(logs), f"output={tmp_path / 'out'}")
     assert (tmp_path / "mine" / "file").exists()
+
+
+def test_clear_leaves_one_name_and_raises_the_error_of_what_cannot_be_removed(
+    tmp_path, monkeypatch
+):
+    for number in range(9):
+        (tmp_path / f"{number}" / "deeper").mkdir(parents=True)
+    (tmp_path / "kept").touch()
+    delete = work_directory._delete
+
+    def failing(path):
+        if path.name == "3":
+            raise OSError(5, "Input/output error")
+        delete(path)
+
+    monkeypatch.setattr(work_directory, "_delete", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        work_directory.clear(tmp_path, but="kept")
+    assert {path.name for path in tmp_path.iterdir()} >= {"3", "kept"}
+    monkeypatch.undo()
+    work_directory.clear(tmp_path, but="kept")
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]

@@ -179,10 +179,11 @@ def test_files_of_staged_rows_take_few_bytes_and_have_the_checksums_of_their_byt
     batch = pa.record_batch(columns | {"c0": pa.array(["a", "b"] * (rows // 2))})
     found = text_codes.write_coded(iter([(batch, {})] * 2), batch.schema, ["c0"], tmp_path, 1, {})
     assert found.keys() == {CODED_FILE, f"texts_c0/{CODED_FILE}"}
-    for name, record in found.items():
-        assert tuple(record) == size_and_crc32(tmp_path / name)
-        assert Work(tmp_path, tmp_path, {}).synced_records(tmp_path, found)[name] == [record]
-    assert found[CODED_FILE][0] < 2 * rows * (8 + 4 + 1)  # of the row's number and the code
+    recorded = Work(tmp_path, tmp_path, {}).synced_records(tmp_path, found)
+    assert recorded == {name: [list(size_and_crc32(tmp_path / name))] for name in found}
+    read = Work(tmp_path, tmp_path, {}).synced_records(tmp_path)
+    assert read == recorded
+    assert found[CODED_FILE]["bytes"] < 2 * rows * (8 + 4 + 1)  # of the row's number and the code
     with closing(DuckDBEngine(PreprocConfig(source="a", output="b"), tmp_path)) as engine:
         engine.view("rows_", tmp_path)
         counted = engine.rows("SELECT file_, count(*), count(bad_) FROM rows_ GROUP BY file_")
@@ -275,14 +276,14 @@ def test_a_column_with_the_path_of_a_field_is_no_dictionary(tmp_path):
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("file", ["0.arrow", "texts_c/0.arrow"])
 def test_a_full_disk_leaves_no_writer_that_fails_at_its_end(tmp_path, file, monkeypatch):
-    write = text_codes.ChecksummedFile.write
+    write = text_codes.RecordedFile.write
 
     def full(self, data):
         if self.path == tmp_path / file:
             raise OSError(28, "No space left on device")
         return write(self, data)
 
-    monkeypatch.setattr(text_codes.ChecksummedFile, "write", full)
+    monkeypatch.setattr(text_codes.RecordedFile, "write", full)
     batch = pa.record_batch({"c": pa.array(["a"])})
     with pytest.raises(OSError, match="No space left"):
         text_codes.write_coded(iter([(batch, {})]), batch.schema, ["c"], tmp_path, 1, {})
