@@ -288,7 +288,8 @@ class Trainer:
         try:
             record = self.evaluate()
             # Ranks end an evaluation at different times, and the next step waits for the last one.
-            self._ranks.barrier()
+            with self._step.watch:
+                self._ranks.barrier()
             return record
         finally:
             self.resume_speed()
