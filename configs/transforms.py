@@ -31,10 +31,11 @@ class Transform:
 
     def __post_init__(self) -> None:
         good = self.fits in (None, "range", "moments") and not (self.fits and self.arguments)
+        good &= self.counts is not None or self.counted is None
         if not good or self.counts not in (None, "emptied", "clipped"):
             raise ValueError(
                 f"a Transform with fits={self.fits!r}, arguments={self.arguments} and counts={self.counts!r}; fits is range, "
-                "moments or None, and then it takes no arguments; counts is emptied, clipped or None"
+                "moments or None, and then it takes no arguments; counts is emptied, clipped or None, without counted"
             )
 
 

@@ -79,9 +79,16 @@ class Work:
         files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
         for written in {*files, path, *path.rglob("*"), path.parent}:
             sync_file(written)
-        parts = {path / n: [of["bytes"], int(of["crc32"], 16)] for n, of in (known or {}).items()}
-        parts = {file: parts.get(file) or list(size_and_crc32(file)) for file in files}
-        return {file.relative_to(self.directory).as_posix(): [of] for file, of in parts.items()}
+        known_parts = {
+            path / name: [record["bytes"], int(record["crc32"], 16)]
+            for name, record in (known or {}).items()
+        }
+        return {
+            file.relative_to(self.directory).as_posix(): [
+                known_parts.get(file) or list(size_and_crc32(file))
+            ]
+            for file in files
+        }
 
     def restart(self) -> None:
         """Drop the record and the files of the dataset, but not the identity of the run."""

@@ -240,7 +240,7 @@ def _errors_of(address: str) -> Iterator[None]:
     except (OSError, NotImplementedError, ValueError) as error:
         if isinstance(error, FileNotFoundError) and error.filename is not None:
             raise  # a local file
-        text = first_line(re.sub(r" \(Request ID:.*?\)", "", str(error)))
+        text = re.sub(r" \(Request ID:.*?\)", "", first_line(error))
         raise ValueError(
             f"{address}: {text}; check the address, the credentials, the endpoint and the region of the environment"
         ) from None

@@ -231,18 +231,22 @@ class DuckDBEngine:
         temporary = path.with_name(f"{path.name}.new")
         paths = [file.path for file in rows.files]
         found = dictionary_columns(paths, rows.plain) if rows.plain else {}
-        # DuckDB reads what Arrow does not, or names what is wrong with it; not while the error has the open stream. Another
-        # split is staged as it is written, and refused later.
-        for dictionaries, split in ((found, SPLIT_TYPE), ({}, SPLIT_TYPE), ({}, "VARCHAR")):
+        split = SPLIT_TYPE
+        while True:
             try:
-                self._stage(rows, dictionaries, _emptied(temporary), split)
+                self._stage(rows, found, _emptied(temporary), split)
                 break
             except pa.ArrowException:
-                if not dictionaries:
+                if not found:
                     raise
+                # DuckDB reads what Arrow does not, or names what is wrong with it.
+                found = {}
             except QueryError as error:
-                if SPLIT_TYPE not in str(error):
+                # The message may end before the type, at the end of a line in the text.
+                if split != SPLIT_TYPE or "Could not convert string" not in str(error):
                     raise
+                # Perhaps another split, which is staged as it is written, and refused later.
+                split = "VARCHAR"
         replace_directory(temporary, path)
 
     def _stage(

@@ -8,7 +8,6 @@ import numpy as np
 from configs.messages import shown
 from dataloading.dataset.sequences import SequenceGroup
 from dataloading.dataset.split_files import OFFSET_DTYPE, mapped
-from preproc.dataset_writer import RecordedFile
 from preproc.report.console import LogCounts, RowEvents
 from preproc.table.output_files import TableFiles
 
@@ -34,7 +33,7 @@ def write_lists(
         names += [f"{group.name}.slices.bin"]
         names += [f"{group.name}.moments.bin"] * (group.time is not None)
         with ExitStack() as stack:
-            made = [stack.enter_context(RecordedFile(files.dataset, f"{split}/{n}")) for n in names]
+            made = [stack.enter_context(files.file(f"{split}/{n}")) for n in names]
             slices = made[len(group.numbers)]
             first = rows.start
             for batch in files.batches(files.rows_in, selected, rows):
@@ -74,5 +73,4 @@ def write_lists(
             files.records |= file.record
         counts.events += seen.events
         for name in group.features:
-            (files.dataset / split / f"{name}.offsets.bin").unlink()
-            del files.records[f"{split}/{name}.offsets.bin"]
+            files.remove(f"{split}/{name}.offsets.bin")

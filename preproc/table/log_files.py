@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 
 from configs.table_schema import EventLog
 from dataloading.dataset.sequences import EVENTS, EventColumn
-from preproc.dataset_writer import RecordedFile
 from preproc.fitted_state import latest_name
 from preproc.report.console import LogCounts, RowEvents
 from preproc.table.output_files import GROUP_ROWS, TableFiles, allocate
@@ -95,10 +94,7 @@ def write_log(
     firsts = files.directory / f"{line}.firsts.bin"
     cursor = LogCursor(log.length)
     with ExitStack() as stack:
-        written = [
-            stack.enter_context(RecordedFile(files.dataset, f"{EVENTS}/{name}.bin"))
-            for name in names
-        ]
+        written = [stack.enter_context(files.file(f"{EVENTS}/{name}.bin")) for name in names]
         stream = stack.enter_context(firsts.open("wb"))
         every = ["who_", "item_", "out_", *of_ids, *columns]
         for lines in files.batches(line, every):
@@ -126,8 +122,8 @@ def _write_slices(files: TableFiles, name: str, of_rows: np.ndarray, counts: Log
     for split, rows in files.splits.items():
         seen = counts.splits[split] = RowEvents(len(rows))
         with (
-            RecordedFile(files.dataset, f"{split}/{name}.slices.bin") as slices,
-            RecordedFile(files.dataset, f"{split}/{name}.moments.bin") as moments,
+            files.file(f"{split}/{name}.slices.bin") as slices,
+            files.file(f"{split}/{name}.moments.bin") as moments,
         ):
             for start in range(rows.start, rows.stop, GROUP_ROWS):
                 part = of_rows[start : min(start + GROUP_ROWS, rows.stop)]

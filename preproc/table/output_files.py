@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,20 +65,26 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         )
 
         # A thread waits for the disk, while others compute.
-        self._syncs = ThreadPoolExecutor(1)
-        self._synced: list[Future[None]] = []
+        self._disk = ThreadPoolExecutor(1)
+        self._queued: list[Future[object]] = []
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._connection.close()
-        self._syncs.shutdown(cancel_futures=kind is not None)
-        for synced in self._synced if kind is None else ():
-            synced.result()
+        self._disk.shutdown(cancel_futures=kind is not None)
+        for queued in self._queued if kind is None else ():
+            queued.result()
 
-    def _sync(self, path: Path) -> None:
-        self._synced.append(self._syncs.submit(sync_named, path))
+    def file(self, name: str) -> RecordedFile:
+        """Return a file of the dataset, which is synced later; the context's end waits for that."""
+        return RecordedFile(self.dataset, name, partial(self._later, sync_named))
 
-    def _file(self, name: str) -> RecordedFile:
-        return RecordedFile(self.dataset, name, self._sync)
+    def remove(self, name: str) -> None:
+        """Remove a file of the dataset, behind its sync."""
+        del self.records[name]
+        self._later(Path.unlink, self.dataset / name)
+
+    def _later(self, work: Callable[[Path], object], path: Path) -> None:
+        self._queued.append(self._disk.submit(work, path))
 
     def _files(self, relation: str) -> str:
         return text(glob.escape(str(self.directory / relation)) + "/*.parquet")
@@ -135,7 +142,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         for (name, column), (split, rows) in product(columns.items(), self.splits.items()):
             total = LabelSum(0, column.is_binary)
             file_name = column_file_name(labels, column)
-            with self._file(f"{split}/{file_name}") as file:
+            with self.file(f"{split}/{file_name}") as file:
                 for batch in self.batches(self.rows_in, [name], rows):
                     values = np.from_dlpack(batch.column(0)).astype(column.stored)
                     total.add(values)
@@ -183,7 +190,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
             return {}
         ranges = {name: NumericalRange() for name in names}
         for split, rows in self.splits.items():
-            with self._file(f"{split}/numerical.bin") as file:
+            with self.file(f"{split}/numerical.bin") as file:
                 for batch in self.batches(relation, columns, rows):
                     of_columns = [np.from_dlpack(column) for column in batch.columns]
                     values = stored_numericals(of_columns, dtype)
@@ -230,11 +237,11 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         for split, rows in self.splits.items():
             counts[split] = count = IdCounts(lists=ListCounts() if described.is_list else None)
             with ExitStack() as stack:
-                file = stack.enter_context(self._file(f"{split}/{feature.name}.bin"))
+                file = stack.enter_context(self.file(f"{split}/{feature.name}.bin"))
                 offsets, total = None, 0
                 if feature.hotness is None:
                     name = f"{split}/{feature.name}.offsets.bin"
-                    offsets = stack.enter_context(self._file(name))
+                    offsets = stack.enter_context(self.file(name))
                     offsets.append(np.zeros(1, "<i8"))
                 for found, lengths in read(rows):
                     missing = int(np.count_nonzero(found == NO_VALUE))
@@ -268,7 +275,7 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         rows_at_once = max(CHUNK_ROWS // hotness, 1)
         for split, rows in self.splits.items():
             counts[split] = count = IdCounts()
-            with self._file(f"{split}/{feature.name}.bin") as file:
+            with self.file(f"{split}/{feature.name}.bin") as file:
                 for batch in self.batches(slices, ["stop_", "length_"], rows):
                     stops, lengths = (np.asarray(of).astype(np.int64) for of in batch.columns)
                     for first in range(0, len(batch), rows_at_once):
@@ -348,13 +355,14 @@ class TableFiles(AbstractContextManager["TableFiles"]):
         query = f"SELECT {selected} FROM read_parquet({self._files(relation)}){order}"
         with self._connection.cursor() as cursor:
             batches = cursor.sql(query).to_arrow_reader(GROUP_ROWS)
-            with pq.ParquetWriter(
-                self.dataset / name, batches.schema, compression="zstd"
-            ) as writer:
+            with (
+                self.file(name) as file,
+                pq.ParquetWriter(file, batches.schema, compression="zstd") as writer,
+            ):
                 # One thread fills each batch, but the last, whatever files it reads.
                 for batch in batches:
                     writer.write_batch(batch)
-        self._sync(self.dataset / name)
+        self.records |= file.record
 
 
 def _expect(is_right: bool | np.bool_, what: str) -> None:

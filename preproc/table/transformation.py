@@ -51,13 +51,12 @@ def changed_values(
         for transform, fitted in zip(feature.transforms, statistics[feature.name], strict=True):
             after = transformed(before, transform, fitted)
             of = transform_named(transform_of(transform)[0])
-            if of.counted:
-                changed = of.counted(before, *map(double, arguments_of(transform, fitted)))
-            elif of.counts == "emptied":
-                changed = f"({before}) IS NOT NULL AND ({after}) IS NULL"
-            else:
-                changed = f"({after}) <> ({before})"
             if of.counts:
+                changed = f"({after}) <> ({before})"
+                if of.counted:
+                    changed = of.counted(before, *map(double, arguments_of(transform, fitted)))
+                elif of.counts == "emptied":
+                    changed = f"({before}) IS NOT NULL AND ({after}) IS NULL"
                 conditions.append((feature.name, of.counts, changed))
             before = after
     return conditions

@@ -81,7 +81,9 @@ def test_the_note_of_a_table_counts_training_rows_after_their_transforms(tmp_pat
 @pytest.mark.parametrize(("name", "numbers"), [("log", (1,)), ("clip", (0, 9)), ("clip", (3, 3))])
 def test_what_a_transform_changes_is_counted_by_its_condition_as_by_its_result(name, numbers):
     of, arguments = TRANSFORMS[name], [f"CAST({number} AS DOUBLE)" for number in numbers]
-    values = "(VALUES (-2e300), (-1), (-0.5), (0), (3), (9), (9.5), ('inf'), ('-inf'), (NULL))"
+    values = (
+        "(VALUES (-2e300), (-1), (-0.5), (0), (3), (9), (9.5), ('inf'), ('-inf'), ('nan'), (NULL))"
+    )
     rows = f"(SELECT CAST(col0 AS DOUBLE) AS x FROM {values})"
     result = of.sql("x", *arguments)
     by_result = f"x IS NOT NULL AND {result} IS NULL" if name == "log" else f"{result} <> x"

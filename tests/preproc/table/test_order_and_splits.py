@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from preproc.table.duckdb_engine import DuckDBEngine, QueryError
+from preproc.table.duckdb_engine import SPLIT_TYPE, DuckDBEngine, QueryError
 from preproc.table.text_order import is_text, refuse_text_order
 from preproc.transformed_rows import open_transformed_rows
 from tests.helpers.preproc_command import Refused, data_files
@@ -319,14 +319,20 @@ def test_a_text_column_orders_and_divides_rows_when_it_is_cast(tmp_path, monkeyp
     assert numbers(tmp_path / "text")["train"] == sorted(range(5, 105), key=str)[:80]
 
 
+IS_FIRST = "CAST(x AS INTEGER) < 9"
+
+
 @pytest.mark.parametrize(
     ("expression", "message", "times"),
     [
-        ("CASE WHEN CAST(x AS INTEGER) < 9 THEN 'train' ELSE 'tst' END", "got split 'tst'", 3),
-        ("CASE WHEN CAST(s AS INTEGER) < 9 THEN 'train' ELSE 'test' END", "s9", 1),
+        (f"CASE WHEN {IS_FIRST} THEN 'train' ELSE 'tst' END", "got split 'tst'", 2),
+        (f"CASE WHEN {IS_FIRST} THEN 'train' ELSE 'te' || chr(10) END", r"got split 'te\\n'", 2),
+        (f"CASE WHEN {IS_FIRST} THEN 'train' ELSE s::INT::TEXT END", "string 's9' to INT32", 2),
+        (f"CAST(if({IS_FIRST}, 'train', 'tst') AS {SPLIT_TYPE})", "string 'tst' to ENUM", 2),
+        (f"CASE WHEN {IS_FIRST} THEN 'train' ELSE error('no') END", "no", 1),
     ],
 )
-def test_rows_are_staged_again_only_for_a_split_with_another_name(
+def test_rows_are_staged_again_where_a_split_may_have_another_name(
     tmp_path, monkeypatch, expression, message, times
 ):
     rows = [f"{i % 2},{i},{i if i < 9 else f's{i}'}" for i in range(12)]

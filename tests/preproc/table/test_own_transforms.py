@@ -146,6 +146,8 @@ def test_a_built_in_one_without_python_is_refused_for_raw_values(monkeypatch):
 def test_a_contradictory_record_is_refused():
     with pytest.raises(ValueError, match="takes no arguments"):
         Transform(sql=str, arguments=1, fits="range")
+    with pytest.raises(ValueError, match="counts is emptied, clipped or None, without counted"):
+        Transform(sql=str, counted=str)
 
 
 @pytest.mark.parametrize("name", ["UNKNOWN", "OPEN", "TEXT", "LATE"])

@@ -232,7 +232,7 @@ def test_files_are_on_the_disk_at_the_end_of_their_block(tmp_path, monkeypatch):
         work = Work(tmp_path, tmp_path, {})
         with output_files.TableFiles(work, "rows_", {}) as files:
             for name in ("train/a.bin", "test/a.bin"):
-                with files._file(name) as file:
+                with files.file(name) as file:
                     file.append(np.arange(3))
                 assert (tmp_path / name).stat().st_size == 24  # others read it at once
 
@@ -275,15 +275,17 @@ def test_a_column_with_the_path_of_a_field_is_no_dictionary(tmp_path):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("file", ["0.arrow", "texts_c/0.arrow"])
-def test_a_full_disk_leaves_no_writer_that_fails_at_its_end(tmp_path, file, monkeypatch):
-    write = text_codes.RecordedFile.write
+@pytest.mark.parametrize("at", ["write", "close"])
+def test_a_full_disk_leaves_no_writer_that_fails_at_its_end(tmp_path, file, at, monkeypatch):
+    """What is buffered, all of a small file, fails when the file is closed."""
+    of_file = getattr(text_codes.RecordedFile, at)
 
-    def full(self, data):
+    def full(self, *data):
         if self.path == tmp_path / file:
             raise OSError(28, "No space left on device")
-        return write(self, data)
+        return of_file(self, *data)
 
-    monkeypatch.setattr(text_codes.RecordedFile, "write", full)
+    monkeypatch.setattr(text_codes.RecordedFile, at, full)
     batch = pa.record_batch({"c": pa.array(["a"])})
     with pytest.raises(OSError, match="No space left"):
         text_codes.write_coded(iter([(batch, {})]), batch.schema, ["c"], tmp_path, 1, {})
