@@ -277,7 +277,7 @@ def test_a_column_with_the_path_of_a_field_is_no_dictionary(tmp_path):
 @pytest.mark.parametrize("file", ["0.arrow", "texts_c/0.arrow"])
 @pytest.mark.parametrize("at", ["write", "close"])
 def test_a_full_disk_leaves_no_writer_that_fails_at_its_end(tmp_path, file, at, monkeypatch):
-    """What is buffered, all of a small file, fails when the file is closed."""
+    """A small file is all buffered, which fails when it is closed."""
     of_file = getattr(text_codes.RecordedFile, at)
 
     def full(self, *data):
