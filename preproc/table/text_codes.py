@@ -257,7 +257,9 @@ def counted_texts(directory: Path, counts: np.ndarray) -> pa.RecordBatchReader:
                 first += len(values)
                 batch = pa.RecordBatch.from_arrays([values, as_arrow(found)], schema=schema)
                 # A filter copies the texts, also if it leaves none out.
-                is_counted = pc.greater(batch.column("count"), as_scalar(np.int64(0)))
-                yield batch if found.all() else batch.filter(is_counted)
+                if not found.all():
+                    is_counted = pc.greater(batch.column("count"), as_scalar(np.int64(0)))
+                    batch = batch.filter(is_counted)
+                yield batch
 
     return pa.RecordBatchReader.from_batches(schema, batches())

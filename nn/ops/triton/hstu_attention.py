@@ -112,7 +112,7 @@ class _Attention(torch.autograd.Function):
         ctx.positions, ctx.options = (keys, queries), (num_candidates, scale)
         ctx.gradients = gradients
         ctx.save_for_backward(q, k, v, norm)
-        x = _operands(q, k, v, norm, keys, queries, scale)
+        x = Operands(q, k, v, norm, *_places(keys, queries), scale)
         out, blocks = _empty(q), _blocks(FORWARD, q, queries)
         _launch(_forward, (x, out), queries, "BLOCK_Q", blocks, num_candidates)
         return out
@@ -127,7 +127,8 @@ class _Attention(torch.autograd.Function):
         else:
             blocks, numbers = ctx.gradients
             of_q, of_k, of_v = (blocks.block(n).unflatten(1, q.shape[1:]) for n in numbers)
-        inputs = _operands(q, k, v, norm, keys, queries, scale), grad.contiguous()
+        x = Operands(q, k, v, norm, *_places(keys, queries), scale)
+        inputs = x, grad.contiguous()
         sizes = _blocks(OF_KEYS, q, queries)
         _launch(_of_keys, (*inputs, of_k, of_v), keys, "BLOCK_K", sizes, num_candidates)
         sizes = _blocks(OF_QUERIES, q, queries)
@@ -135,17 +136,10 @@ class _Attention(torch.autograd.Function):
         return of_q, of_k, of_v, *[None] * 6
 
 
-def _operands(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    norm: Tensor,
-    keys: JaggedPositions,
-    queries: JaggedPositions,
-    scale: float,
-) -> Operands:
-    at = keys.starts, keys.lengths, queries.starts, queries.lengths
-    return Operands(q, k, v, norm, *at, scale)
+def _places(
+    keys: JaggedPositions, queries: JaggedPositions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return keys.starts, keys.lengths, queries.starts, queries.lengths
 
 
 def _empty(like: Tensor) -> Tensor:
