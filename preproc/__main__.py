@@ -11,7 +11,7 @@ if __name__ == "__main__":
     end_at_once_on_signals()
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)  # nor at the end
-    # A thread that draws holds the interpreter's lock for so long, and those that write files need it between two calls.
+    # Seconds after which a thread that draws lets others have the interpreter's lock: those that write files need it often.
     sys.setswitchinterval(0.0002)
 
 import os

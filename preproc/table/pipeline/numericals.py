@@ -137,6 +137,7 @@ def count_changes(
 ) -> None:
     """Count per split the values that transforms emptied or replaced."""
     changes = changed_values(journal.table.numerical, numericals.statistics)
+    # Of conditions that are all null, the count is null too.
     selected = ", ".join(f"CAST(coalesce(count_if({sql}), 0) AS BIGINT)" for *_, sql in changes)
     for split, part in rows.splits.items() if changes else ():
         (found,) = journal.engine.rows(f"SELECT {selected} FROM {rows_of(part)}")

@@ -287,7 +287,7 @@ def step_times(run_dir: str) -> list[float]:
 
 
 def test_a_record_leaves_out_the_evaluation_of_the_slowest_rank(tmp_path):
-    """The first evaluation of a GPU ended up to 90 ms later than that of another, which were those of 27 steps."""
+    """On one of two GPUs the first evaluation ended up to 90 ms later than on the other, the time of 27 steps."""
     first, _ = run_distributed(step_times, 2, f"{tmp_path}/run")
     # Of steps 4 to 6, behind the evaluation.
     assert first[1] < 300
